@@ -1,0 +1,71 @@
+# Every target works in a fresh clone: it creates .venv and installs what it needs, once.
+#   make test ARGS="-m 'not slow' tests/wire"      ARGS goes to the program behind any target
+#   make bench BASE=bench-output/before.json       compares with a saved run
+#   make test PYTHON=python3.13                    another interpreter (only when .venv is created)
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+TORCH  := $(shell grep '^torch==' constraints.txt)
+ARGS   ?=
+BASE   ?=
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.SECONDARY:
+.PHONY: help demo test check format bench conformance chaos docs clean
+
+help:  ## what there is
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(VENV)/.installed-demo  ## train a small network over three local workers
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: check  ## check, then all tests (short profile)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev  ## formatting, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev  ## put formatting and imports right
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-bench  ## Telegrad and torch.distributed.rpc side by side
+	$(BIN)/python -m benchmarks $(if $(BASE),--base $(BASE)) $(ARGS)
+
+conformance: $(VENV)/.installed-dev  ## the programs of torch's own documentation and tests, on both
+	$(BIN)/python -m tests.conformance $(ARGS)
+
+chaos: $(VENV)/.installed-dev  ## kills, cuts, fuzzing and soak at full length
+	$(BIN)/python -m pytest --hypothesis-profile=long -m "chaos or long" $(ARGS)
+
+docs: $(VENV)/.installed-docs  ## the site, into site/
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+clean:  ## what the other targets wrote, except .venv
+	rm -rf build dist site bench-output demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The order matters: the pinned torch first and alone, so that no other requirement chooses one. Then what the package
+# and the extra need, then the package itself, without asking for anything more.
+$(VENV)/.installed-torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Telegrad needs Python 3.11 or newer; set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	@touch $@
+
+REQUIREMENTS = import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
+	print(*p["build-system"]["requires"], *p["project"]["dependencies"], \
+	*p["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
+
+$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml
+	$(BIN)/python -c '$(REQUIREMENTS)' $* > $(VENV)/requirements-$*.txt
+	$(PIP) --requirement $(VENV)/requirements-$*.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@

@@ -1,0 +1,1 @@
+"""The tests mirror `src/telegrad`; `distributed`, `oracle` and `conformance` use real processes."""
