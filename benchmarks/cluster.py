@@ -1,0 +1,141 @@
+"""The harness's view of one set of workers: give orders, wait with a deadline, end them whatever happens.
+
+Workers are forked from one server process that has torch imported, so that a set of 32 starts in a second. A set that fails
+or misses a deadline is broken: its processes are killed and the next case starts a new one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks import apis, worker
+from benchmarks.worker import Place
+
+PRELOADED = ["torch", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.optim"]
+START_DEADLINE = 60.0
+END_DEADLINE = 10.0
+GRACE = 3.0
+
+
+class ClusterError(Exception):
+    """A worker reported an error, or did not answer before the deadline."""
+
+
+class Cluster:
+    """Worker processes of one implementation, in one job unless `joined` is false."""
+
+    def __init__(self, implementation: str, world_size: int, transport: str, joined: bool = True) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.broken = False
+        self._joined = False
+        self._pipes: list[connection.Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            place = Place(implementation, rank, world_size, transport)
+            name = f"{implementation}-{transport}-{rank}"
+            process = context.Process(target=worker.main, args=(place, theirs), name=name, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        try:
+            self.order_all("load", deadline=START_DEADLINE)
+            if joined:
+                self.order_all("join", free_port(), deadline=START_DEADLINE)
+                self._joined = True
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+    def order(self, name: str, *arguments: Any, deadline: float) -> Any:
+        """Have worker 0 do something; its answer."""
+        return self._order([0], name, arguments, deadline)[0]
+
+    def order_all(self, name: str, *arguments: Any, deadline: float) -> list[Any]:
+        """Have every worker do the same thing at once; their answers by rank."""
+        return self._order(range(len(self._pipes)), name, arguments, deadline)
+
+    def _order(self, ranks: Sequence[int], name: str, arguments: tuple[Any, ...], deadline: float) -> list[Any]:
+        try:
+            for rank in ranks:
+                self._pipes[rank].send((name, *arguments))
+            return self._gather(ranks, name, time.monotonic() + deadline)
+        except (OSError, EOFError):
+            self.broken = True
+            raise ClusterError(f"a worker died during '{name}'") from None
+        except KeyboardInterrupt:
+            self.broken = True
+            raise
+
+    def _gather(self, ranks: Sequence[int], name: str, ends_at: float) -> list[Any]:
+        waiting = {self._pipes[rank]: rank for rank in ranks}
+        answers: dict[int, Any] = {}
+        failed = ""
+        while waiting:
+            ready = connection.wait(list(waiting), timeout=max(0.0, ends_at - time.monotonic()))
+            if not ready:
+                self.broken = True
+                missing = ", ".join(apis.worker_name(rank) for rank in waiting.values())
+                raise ClusterError(failed or f"no answer to '{name}' in time from {missing}")
+            for pipe in ready:
+                assert isinstance(pipe, connection.Connection)
+                rank = waiting.pop(pipe)
+                status, value = pipe.recv()
+                if status == "ok":
+                    answers[rank] = value
+                else:
+                    failed = failed or f"{apis.worker_name(rank)}: {value}"
+                    # The others may wait for the one that failed: they get a moment, not the whole deadline.
+                    ends_at = min(ends_at, time.monotonic() + GRACE)
+        if failed:
+            raise ClusterError(failed)
+        return [answers[rank] for rank in ranks]
+
+    def end(self) -> None:
+        """Leave the job in order if it is whole, then end the processes: asked, then killed."""
+        if self._joined and not self.broken:
+            try:
+                self.order_all("leave", deadline=END_DEADLINE)
+            except ClusterError:
+                self.broken = True
+        self._joined = False
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            if self.broken:
+                process.kill()
+        ends_at = time.monotonic() + END_DEADLINE
+        for process in self._processes:
+            process.join(max(0.0, ends_at - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def burn() -> None:
+    """Keep one core busy until killed."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        sum(range(10_000))

@@ -1,0 +1,81 @@
+"""What runs on the other workers: plain functions, sent by reference.
+
+They are the same for every implementation; those that call on ask `apis.here()` whose worker they are in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks import apis
+
+
+def nothing() -> None:
+    """The empty call: what is left is the cost of calling."""
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def add(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
+    return a + b
+
+
+def through(x: torch.Tensor, rest: tuple[str, ...]) -> torch.Tensor:
+    """One link of a chain: multiply by a parameter of this worker, then let the rest of the chain go on."""
+    y = x * _weight()
+    if not rest:
+        return y
+    result: torch.Tensor = apis.here().rpc.rpc_sync(rest[0], through, args=(y, rest[1:]))
+    return result
+
+
+_weights: dict[str, torch.nn.Parameter] = {}
+
+
+def _weight() -> torch.nn.Parameter:
+    return _weights.setdefault("chain", torch.nn.Parameter(torch.ones(2, 2)))
+
+
+def shared_parameter(rows: int, columns: int) -> torch.nn.Parameter:
+    """The parameter server's parameters, made at the first request and kept."""
+    return _weights.setdefault("server", torch.nn.Parameter(torch.ones(rows, columns)))
+
+
+def read(parameter: Any) -> torch.Tensor:
+    """Runs on the owner of `parameter`, a reference. A view, because torch loses the gradient of a bare parameter."""
+    value: torch.Tensor = parameter.local_value()
+    return value.view_as(value)
+
+
+class Trainer:
+    """One trainer of the parameter server: it lives on its worker and runs as many steps as it is asked for."""
+
+    def __init__(self, server: str, rows: int, columns: int) -> None:
+        api = apis.here()
+        self.server = server
+        self.parameter = api.rpc.remote(server, shared_parameter, args=(rows, columns))
+        self.optimizer = api.DistributedOptimizer(torch.optim.SGD, [self.parameter], lr=1e-6)
+        self.batch = torch.ones(1, rows)
+
+    def steps(self, count: int) -> None:
+        api = apis.here()
+        for _ in range(count):
+            with api.dist_autograd.context() as context_id:
+                weight = api.rpc.rpc_sync(self.server, read, args=(self.parameter,))
+                loss = (self.batch @ weight).sum()
+                api.dist_autograd.backward(context_id, [loss])
+                self.optimizer.step(context_id)
+
+
+_trainers: dict[str, Trainer] = {}
+
+
+def train(server: str, rows: int, columns: int, count: int) -> None:
+    """Runs on a trainer: `count` steps, the trainer itself made at the first call."""
+    if server not in _trainers:
+        _trainers[server] = Trainer(server, rows, columns)
+    _trainers[server].steps(count)
