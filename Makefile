@@ -46,7 +46,7 @@ chaos: $(VENV)/.installed-dev  ## kills, cuts, fuzzing and soak at full length
 	$(BIN)/python -m pytest --hypothesis-profile=long -m "chaos or long" $(ARGS)
 
 docs: $(VENV)/.installed-docs  ## the site, into site/
-	$(BIN)/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:  ## what the other targets wrote, except .venv
 	rm -rf build dist site bench-output demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
