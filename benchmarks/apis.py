@@ -1,7 +1,7 @@
 """The implementations under comparison, as handles with the same names.
 
-A case sees an `Api` and nothing else. Workers start with default options and rendezvous through the environment, as a user's
-first program would; only the TCP cases pass an option, the one that switches shared memory off.
+A case sees an `Api` and nothing else. Workers start with default options and rendezvous through the environment, as a
+user's first program would; only the TCP cases pass an option, the one that switches shared memory off.
 """
 
 from __future__ import annotations

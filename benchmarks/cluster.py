@@ -1,7 +1,7 @@
 """The harness's view of one set of workers: give orders, wait with a deadline, end them whatever happens.
 
-Workers are forked from one server process that has torch imported, so that a set of 32 starts in a second. A set that fails
-or misses a deadline is broken: its processes are killed and the next case starts a new one.
+Workers are forked from one server process that has torch imported, so that a set of 32 starts in a second. A set that
+fails or misses a deadline is broken: its processes are killed and the next case starts a new one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Cluster:
 
     def __init__(self, implementation: str, world_size: int, transport: str, joined: bool = True) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self.broken = False
         self._joined = False
         self._pipes: list[connection.Connection] = []
@@ -59,7 +58,9 @@ class Cluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.end()
 
     def order(self, name: str, *arguments: Any, deadline: float) -> Any:
@@ -125,6 +126,11 @@ class Cluster:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def preload() -> None:
+    """Have the process that workers are forked from import torch; before the first of them starts."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 def free_port() -> int:

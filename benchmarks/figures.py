@@ -25,9 +25,7 @@ def cost(rounds: Sequence[Sequence[float]], operations: int) -> Spread:
 
 def speed_up(theirs: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]) -> Spread:
     """How many times faster ours is: ratio of medians, and the lowest and highest ratio within one round."""
-    by_round = [
-        statistics.median(their) / statistics.median(our) for their, our in zip(theirs, ours, strict=False)
-    ]
+    by_round = [statistics.median(their) / statistics.median(our) for their, our in zip(theirs, ours, strict=False)]
     ratio = cost(theirs, 1).median / cost(ours, 1).median
     return Spread(ratio, min(by_round), max(by_round))
 

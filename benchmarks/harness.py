@@ -1,7 +1,7 @@
 """Rounds, interleaved: for each case, one round of every implementation after the other, several times over.
 
-A case that cannot run on an implementation is reported with its error, and the rest goes on. Workers are kept from case to
-case as long as the shape of the cluster stays the same.
+A case that cannot run on an implementation is reported with its error, and the rest goes on. Workers are kept from
+case to case as long as the shape of the cluster stays the same.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Harness:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._keep_only(set())
 
     def run(self, case: Case) -> Line:

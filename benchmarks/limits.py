@@ -1,7 +1,8 @@
 """What the machine itself can do, measured in the same run: the floor under every case.
 
-A round trip is two processes that block in `recv`, 200 bytes each way. Copies are one thread's memcpy, into memory that was
-written before and into memory fresh from the kernel. The TCP stream is one process writing, one reading into touched memory.
+A round trip is two processes that block in `recv`, 200 bytes each way. Copies are one thread's memcpy, into memory that
+was written before and into memory fresh from the kernel. The TCP stream is one process writing, one reading into
+touched memory.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import mmap
 import multiprocessing
 import socket
 import statistics
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 
 from benchmarks import apis
 from benchmarks.cases import MB, Case
 
 MESSAGE = 200
-STREAM = 16 * MB
 SIZES = (1, 16, 128)  # megabytes: those of the cases
 DEADLINE = 20.0
 
@@ -63,7 +66,7 @@ def measure(quick: bool) -> Limits:
         unix_round_trip = _round_trip(unix, times)
     with _partner(socket.AF_INET) as tcp:
         tcp_round_trip = _round_trip(tcp, times)
-        tcp_copy = {size: _median(lambda size=size: _stream(tcp, size * MB), 3 if quick else 7) for size in SIZES}
+        tcp_copy = {size: _median(partial(_stream, tcp, size * MB), 3 if quick else 7) for size in SIZES}
     repeats = 5 if quick else 15
     return Limits(
         unix_round_trip,
@@ -103,46 +106,45 @@ def _fresh_copy(size: int, repeats: int) -> float:
     return _median(copy, repeats)
 
 
-# The partner's side of a round trip or a stream: told a size, it reads that much and answers with one message.
-
-
-class _partner:
+@contextmanager
+def _partner(family: int) -> Iterator[socket.socket]:
     """A connected socket whose other end is answered by a process of its own; ended on leaving."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs,), daemon=True)
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0) if family == socket.AF_INET else "")
+        listener.listen(1)
+        listener.settimeout(DEADLINE)
+        process.start()
+        theirs.close()
+        ours.send((family, listener.getsockname()))
+        stream, _ = listener.accept()
+    ours.close()
+    try:
+        with stream:
+            yield _ready(stream)
+    finally:
+        process.join(DEADLINE)
+        process.kill()
 
-    def __init__(self, family: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        ours, theirs = context.Pipe()
-        self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind(("127.0.0.1", 0) if family == socket.AF_INET else "")
-            listener.listen(1)
-            listener.settimeout(DEADLINE)
-            self._process.start()
-            theirs.close()
-            ours.send((family, listener.getsockname()))
-            self.socket, _ = listener.accept()
-        ours.close()
-        self.socket.settimeout(None)
-        if family == socket.AF_INET:
-            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def __enter__(self) -> socket.socket:
-        return self.socket
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        self._process.join(DEADLINE)
-        if self._process.is_alive():
-            self._process.kill()
+def _ready(stream: socket.socket) -> socket.socket:
+    # The kernel keeps the deadline: Python's own timeout would add a poll to every read, and to the figure.
+    stream.settimeout(None)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(DEADLINE), 0))
+    if stream.family == socket.AF_INET:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return stream
 
 
 def _answer(orders: connection.Connection) -> None:
+    """The other end: each message says how many bytes follow; it reads those and sends the message back."""
     family, address = orders.recv()
     buffer = memoryview(bytearray(max(SIZES) * MB))
     with socket.socket(family, socket.SOCK_STREAM) as stream:
         stream.connect(address)
-        if family == socket.AF_INET:
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _ready(stream)
         header = memoryview(bytearray(MESSAGE))
         while _read(stream, header):
             size = int.from_bytes(header[:8], "little")
@@ -162,7 +164,7 @@ def _read(stream: socket.socket, into: memoryview) -> bool:
 
 
 def _round_trip(stream: socket.socket, times: int) -> float:
-    return _median(lambda: _stream(stream, 0), times)
+    return _median(partial(_stream, stream, 0), times)
 
 
 _SOURCE = bytearray()

@@ -5,6 +5,8 @@ They are the same for every implementation; those that call on ask `apis.here()`
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,3 +81,22 @@ def train(server: str, rows: int, columns: int, count: int) -> None:
     if server not in _trainers:
         _trainers[server] = Trainer(server, rows, columns)
     _trainers[server].steps(count)
+
+
+_memory_before: list[float] = []
+
+
+def remember_memory() -> None:
+    """Before joining a job: what this process holds with torch imported."""
+    _memory_before[:] = [_resident_megabytes()]
+
+
+def memory_since() -> float:
+    """Megabytes this worker holds beyond what it held before it joined."""
+    return _resident_megabytes() - _memory_before[0]
+
+
+def _resident_megabytes() -> float:
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]) / 1024

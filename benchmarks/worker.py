@@ -1,7 +1,7 @@
 """One worker process: it joins its job, then does what the harness orders over a pipe, one order at a time.
 
-Orders are tuples whose first element names a function below; each is answered with ("ok", value) or ("error", text). The
-process ends when ordered to, or when the harness is gone.
+Orders are tuples whose first element names a method of `Worker`; each is answered with ("ok", value) or ("error",
+text). The process ends when the pipe closes or the harness is gone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Sampled:
 def main(place: Place, orders: connection.Connection) -> None:
     """Entry point of the process. Ctrl-C is for the harness, which ends its workers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")  # what torch says about its own deprecations is not for the reader of the table
+    # What torch says about its own deprecations is not for the reader of the table; it resets filters, hence not those.
+    warnings.showwarning = lambda *_, **__: None
     threading.Thread(target=_end_with_harness, daemon=True).start()
     worker = Worker(place)
     while True:
