@@ -1,0 +1,18 @@
+"""Modules that live on other workers, and models made of them: call, train, save and restore as if they were here.
+
+Read `owner_side.py` (what runs next to the module), then `remote_module.py`, then `whole_model.py` and `checkpoint.py`.
+"""
+
+from telegrad.nn.checkpoint import restore, save
+from telegrad.nn.remote_module import RemoteModule
+from telegrad.nn.whole_model import load_state_dict, named_remote_parameters, remote_parameters, state_dict
+
+__all__ = [
+    "RemoteModule",
+    "load_state_dict",
+    "named_remote_parameters",
+    "remote_parameters",
+    "restore",
+    "save",
+    "state_dict",
+]

@@ -1,0 +1,171 @@
+"""`DistributedOptimizer` is the trainer's side: options and order. Parameters, gradients and state are the owners'.
+
+    trainer                                        each owner
+    step(context, max_norm) -- norms of gradients -->  LocalOptimizer.norms     (only when clipping)
+                            -- changed options,    -->  LocalOptimizer.step
+                               scale, shrink
+
+The trainer keeps `param_groups` as any torch optimizer does, one per group however many owners share it. Whatever
+changes there, by hand or by a scheduler of torch.optim.lr_scheduler, travels with the next step: a schedule costs no
+round trip.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from telegrad import autograd
+from telegrad.optim.clip import shrink_factor, total_norm
+from telegrad.optim.owner import LocalOptimizer, create, on_owner
+from telegrad.optim.rounds import ask_all
+from telegrad.optim.shares import Options, changed_options, options_of, parameter_groups, split_by_owner
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """One optimizer over parameters that live on several workers.
+
+    `optimizer_class(params, *args, **kwargs)` is made on each worker that owns any of `params_rref`: references to
+    parameters, or dicts of them with options of their own, as torch.optim takes groups. Concurrent steps, from this
+    trainer or others, are each applied whole on each owner, in no set order among owners.
+
+    It is a `torch.optim.Optimizer` to learning-rate schedulers and to anything else that reads `param_groups`.
+    """
+
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], params_rref: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> None:
+        _refuse_closures(optimizer_class)
+        groups, grouped = parameter_groups(params_rref)
+        self._shares = split_by_owner(groups)
+        made = ask_all(
+            f"creating {getattr(optimizer_class, '__name__', optimizer_class)}",
+            {owner: (create, optimizer_class, mine, grouped, args, kwargs) for owner, mine in self._shares.items()},
+        )
+        self._locals = {owner: local for owner, (local, _, _) in made.items()}
+        _, defaults, _ = next(iter(made.values()))
+        for _, _, options in made.values():
+            for number, resolved in options.items():
+                groups[number].update(resolved)
+        super().__init__(groups, defaults)
+        self._told = [options_of(group) for group in self.param_groups]
+
+    @property
+    def remote_optimizers(self) -> list[Any]:
+        """References to the optimizers on the owners."""
+        return list(self._locals.values())
+
+    def step(  # type: ignore[override]
+        self,
+        context_id: int | None = None,
+        *,
+        scale: float = 1.0,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor | None:
+        """Apply the gradients of `context_id`, and what was accumulated before, on all owners at once.
+
+        The sum is multiplied by `scale`; with `max_norm` it is then clipped by its norm over all owners, and that norm
+        is returned. Parameters without gradient are left alone. One round trip, two with clipping.
+        """
+        if context_id is not None:
+            autograd._is_valid_context(context_id)
+        total = shrink = None
+        if max_norm is not None:
+            norm_type = float(norm_type)
+            norms = self._ask_owners("clipping", LocalOptimizer.norms, context_id, scale, norm_type)
+            total = total_norm(norms.values(), norm_type, error_if_nonfinite)
+            shrink = shrink_factor(total, float(max_norm))
+        telling = [options_of(group) for group in self.param_groups]
+        changes = changed_options(telling, self._told)
+        self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, changes, scale, shrink)
+        # Only now: an owner that failed above is told again next time.
+        self._told = telling
+        return total
+
+    def accumulate(self, context_id: int) -> None:
+        """Add the gradients of `context_id` to what the next `step` applies. The context may end after this."""
+        autograd._is_valid_context(context_id)
+        self._ask_owners("accumulating gradients", LocalOptimizer.accumulate, context_id)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget what was accumulated. Not needed between steps: what a step applied is gone with it."""
+        self._ask_owners("zero_grad", LocalOptimizer.discard)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole, in the form one torch optimizer over the same parameters in one process would give it."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state: dict[int, Any] = {}
+        options: dict[int, Options] = {}
+        for owned_state, owned_options in self._ask_owners("state_dict", LocalOptimizer.state).values():
+            state.update(owned_state)
+            options.update(owned_options)
+        # The owners' options first, since an optimizer may change its own; then what they have not been told yet.
+        changes = changed_options(self.param_groups, self._told)
+        groups, first = [], 0
+        for number, group in enumerate(self.param_groups):
+            count = len(group["params"])
+            current = {**options[number], **changes.get(number, {})}
+            groups.append({**options_of(current), "params": list(range(first, first + count))})
+            first += count
+        whole: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            whole = after(self, whole) or whole
+        return whole
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give each owner its part of a state: of this class, or of a torch optimizer over the same parameters."""
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        saved_groups = state_dict["param_groups"]
+        ours, theirs = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups))
+        if ours != theirs:
+            raise ValueError(
+                f"the state has parameter groups of {theirs} parameters, this optimizer of {ours}; "
+                "load it into an optimizer made over the same parameters, in the same groups and order"
+            )
+        # A state numbers its parameters as it likes; their order is what counts.
+        numbers = [number for group in saved_groups for number in group["params"]]
+        saved = state_dict["state"]
+        state = {index: saved[number] for index, number in enumerate(numbers) if number in saved}
+        options = {number: options_of(deepcopy(group)) for number, group in enumerate(saved_groups)}
+        calls = {}
+        for owner, shares in self._shares.items():
+            mine = {index: state[index] for share in shares for index in share.indices if index in state}
+            my_options = {share.group: options[share.group] for share in shares}
+            calls[owner] = (on_owner, self._locals[owner], LocalOptimizer.load_state, mine, my_options)
+        ask_all("load_state_dict", calls)
+        for number, group in enumerate(self.param_groups):
+            params = group["params"]
+            group.clear()
+            group.update(options_of(options[number]), params=params)
+        self._told = [options_of(group) for group in self.param_groups]
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Called by torch.optim.Optimizer while this one is made; afterwards the owners are fixed."""
+        if hasattr(self, "_told"):
+            raise ValueError(
+                "a DistributedOptimizer takes all its parameter groups when it is made; "
+                "make a new one with the groups wanted, and load_state_dict into it"
+            )
+        self.param_groups.append(param_group)
+
+    def _ask_owners(self, what: str, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
+        return ask_all(what, {owner: (on_owner, local, method, *args) for owner, local in self._locals.items()})
+
+
+def _refuse_closures(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    step = getattr(optimizer_class, "step", None)  # A function that makes optimizers has none; its step is not checked.
+    closure = inspect.signature(step).parameters.get("closure") if step is not None else None
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{optimizer_class.__name__} evaluates the model again inside its step, through a closure, and an owner of "
+            "some of the parameters cannot run the whole model; use an optimizer whose step takes no closure"
+        )

@@ -1,0 +1,160 @@
+"""`LocalOptimizer` is a trainer's agent next to the parameters: a torch optimizer and the gradients it is to apply.
+
+A parameter's `.grad` belongs to whoever else uses it in this process. A step therefore only borrows it: under the lock
+it puts its gradients there, steps, and puts back what it found. So a step is applied whole, whatever other trainers do,
+and a parameter without gradient is not touched, momentum and weight decay included.
+"""
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any, ClassVar
+
+import torch
+
+from telegrad import rpc
+from telegrad.optim.gradients import Gradients, context_gradients, gradient_norms
+from telegrad.optim.shares import GroupShare, Options, options_of
+
+
+class LocalOptimizer:
+    """One torch optimizer over the parameters of one trainer's model that live on this worker."""
+
+    # One lock for the process, not for each optimizer: trainers have optimizers of their own over the same parameters.
+    stepping: ClassVar[Lock] = Lock()
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        shares: Sequence[GroupShare],
+        grouped: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        local_groups = [{"params": share.local_params(), **share.options} for share in shares]
+        # An optimizer that takes no groups is given what it takes: the bare list the trainer was given.
+        self.optimizer = optimizer_class(local_groups if grouped else local_groups[0]["params"], *args, **kwargs)
+        self.group_numbers = [share.group for share in shares]
+        self.indices = [index for share in shares for index in share.indices]
+        self.accumulated: Gradients = {}
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The parameters, in the order of `indices`."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def description(self) -> tuple[Options, dict[int, Options]]:
+        """What the trainer shows as its own: the defaults and, for each group, its options."""
+        options = [options_of(group) for group in self.optimizer.param_groups]
+        return self.optimizer.defaults, dict(zip(self.group_numbers, options, strict=True))
+
+    def accumulate(self, context_id: int) -> None:
+        """Add the context's gradients to what the next step applies."""
+        gradients = context_gradients(context_id)
+        with self.stepping:
+            for param in self.params:
+                gradient = gradients.get(param)
+                if gradient is None:
+                    continue
+                held = self.accumulated.get(param)
+                # A copy at first: the context owns its gradient, and may be stepped with, or read, once more.
+                self.accumulated[param] = gradient.clone() if held is None else held + gradient
+
+    def discard(self) -> None:
+        """Forget what was accumulated."""
+        with self.stepping:
+            self.accumulated.clear()
+
+    def norms(self, context_id: int | None, scale: float, norm_type: float) -> tuple[list[int], torch.Tensor]:
+        """The norm of each gradient the next step would apply, and the number of its parameter."""
+        with self.stepping:
+            total = self._total(context_id, scale)
+        held = [(index, total[param]) for index, param in zip(self.indices, self.params, strict=True) if param in total]
+        return [index for index, _ in held], gradient_norms([gradient for _, gradient in held], norm_type)
+
+    def step(self, context_id: int | None, changes: dict[int, Options], scale: float, shrink: float | None) -> None:
+        """Apply what was accumulated and the context's gradients, times `scale`, then times `shrink` to clip."""
+        with self.stepping:
+            self._take_options(changes)
+            total = self._total(context_id, scale)
+            if shrink is not None:
+                total = {param: gradient * shrink for param, gradient in total.items()}
+            params = self.params
+            found = [param.grad for param in params]
+            try:
+                for param in params:
+                    param.grad = total.get(param)
+                self.optimizer.step()
+            finally:
+                for param, gradient in zip(params, found, strict=True):
+                    param.grad = gradient
+            self.accumulated.clear()
+
+    def state(self) -> tuple[dict[int, Any], dict[int, Options]]:
+        """Each parameter's state, by the trainer's number for it, and each group's options, all in host memory."""
+        with self.stepping:
+            saved = self.optimizer.state_dict()["state"]
+            _, options = self.description()
+            return {self.indices[local]: _to_host(state) for local, state in saved.items()}, _to_host(options)
+
+    def load_state(self, state: dict[int, Any], options: dict[int, Options]) -> None:
+        """Take over a state as `state` gives it, and the options of this owner's groups."""
+        local_numbers = {index: local for local, index in enumerate(self.indices)}
+        with self.stepping:
+            saved = self.optimizer.state_dict()
+            groups = [
+                {**options[number], "params": group["params"]}
+                for number, group in zip(self.group_numbers, saved["param_groups"], strict=True)
+            ]
+            local_state = {local_numbers[index]: value for index, value in state.items()}
+            self.optimizer.load_state_dict({"state": local_state, "param_groups": groups})
+            self.accumulated.clear()
+
+    def _take_options(self, changes: dict[int, Options]) -> None:
+        for number, group in zip(self.group_numbers, self.optimizer.param_groups, strict=True):
+            for key, value in changes.get(number, {}).items():
+                ours = group.get(key)
+                if isinstance(ours, torch.Tensor) and isinstance(value, torch.Tensor):
+                    ours.copy_(value)  # In place: a captured graph or a fused kernel may hold this very tensor.
+                else:
+                    group[key] = value
+
+    def _total(self, context_id: int | None, scale: float) -> Gradients:
+        total = dict(self.accumulated)
+        if context_id is not None:
+            gradients = context_gradients(context_id)
+            for param in self.params:
+                gradient = gradients.get(param)
+                if gradient is not None:
+                    total[param] = total[param] + gradient if param in total else gradient
+        if scale != 1.0:
+            total = {param: gradient * scale for param, gradient in total.items()}
+        return total
+
+
+def create(
+    optimizer_class: type[torch.optim.Optimizer],
+    shares: Sequence[GroupShare],
+    grouped: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Options, dict[int, Options]]:
+    """Runs on the owner: a new local optimizer, as a reference, and its description."""
+    local = LocalOptimizer(optimizer_class, shares, grouped, args, kwargs)
+    defaults, options = local.description()
+    return rpc.RRef(local), defaults, options
+
+
+def on_owner(local: Any, method: Callable[..., Any], *args: Any) -> Any:
+    """Runs on the owner: `method` of the local optimizer that `local` refers to."""
+    return method(local.local_value(), *args)
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        # A copy: this worker may step again while the state is on its way.
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _to_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_host(item) for item in value)
+    return value
