@@ -43,6 +43,7 @@ class Case:
     transport: str = apis.DEFAULT
     bar: float | None = None
     aim: float | None = None
+    at_most: float | None = None  # a bar on the cost itself, for what the reference does not have at all
     floor: Floor | None = None
     busy_cores: int = 0
     lifecycle: bool = False  # timed: all workers join a job and leave it again; `prepare` is not used

@@ -17,7 +17,7 @@ from benchmarks.harness import Line, Measured
 
 DEADLINE = 60.0
 
-IMPORT = Case("import", "import, beyond import torch", no_step, unit="ms", group="also")
+IMPORT = Case("import", "import, beyond import torch", no_step, unit="ms", group="also", at_most=0.1)
 IDLE_MEMORY = Case("memory", "memory of an idle worker, beyond torch's import", no_step, unit="MB", group="also")
 
 _TIME_IMPORT = """

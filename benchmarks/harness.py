@@ -41,6 +41,7 @@ class Measured:
     rounds: list[list[float]] = field(default_factory=list)  # seconds per step
     cpu_caller: list[float] = field(default_factory=list)  # CPU seconds per operation, by round
     cpu_others: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)  # CPU seconds per second of all workers while others are measured
     error: str = ""
 
 
@@ -62,6 +63,9 @@ class Harness:
         self._implementations = implementations
         self._plan = plan
         self._clusters: dict[Shape, Cluster] = {}
+        self._idle_since: dict[
+            Shape, tuple[float, float]
+        ] = {}  # when its last round ended, and the CPU used until then
 
     def __enter__(self) -> Self:
         return self
@@ -96,8 +100,12 @@ class Harness:
             measured.rounds.append([time.perf_counter() - start])
             return
         before = cluster.order_all("cpu", deadline=ROUND_DEADLINE)
+        if shape in self._idle_since:
+            since, used = self._idle_since[shape]
+            measured.idle.append((sum(before) - used) / (time.perf_counter() - since))
         sampled = cluster.order("sample", case.key, self._plan.seconds, self._plan.least_steps, deadline=ROUND_DEADLINE)
         after = cluster.order_all("cpu", deadline=ROUND_DEADLINE)
+        self._idle_since[shape] = time.perf_counter(), sum(after)
         caller, *others = (end - begin for begin, end in zip(before, after, strict=True))
         operations = sampled.steps * case.operations
         measured.rounds.append(sampled.seconds)
@@ -107,6 +115,7 @@ class Harness:
     def _cluster(self, shape: Shape) -> Cluster:
         cluster = self._clusters.get(shape)
         if cluster is None or cluster.broken:
+            self._idle_since.pop(shape, None)
             if cluster is not None:
                 cluster.end()
             implementation, workers, transport, joined = shape
@@ -115,6 +124,7 @@ class Harness:
 
     def _keep_only(self, shapes: set[Shape]) -> None:
         for shape in [shape for shape in self._clusters if shape not in shapes]:
+            self._idle_since.pop(shape, None)
             self._clusters.pop(shape).end()
 
 

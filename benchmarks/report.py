@@ -35,11 +35,13 @@ def record(line: Line, limits: Limits) -> Record:
         "unit": case.unit,
         "bar": case.bar,
         "aim": case.aim,
+        "at_most": case.at_most,
         "limit": limit,
         "costs": {name: _cost(measured, case.operations) for name, measured in line.by_implementation.items()},
     }
     theirs, ours = line.by_implementation.get(REFERENCE), line.by_implementation.get(OURS)
-    if theirs and ours and theirs.rounds and ours.rounds and not theirs.error and not ours.error:
+    comparable = case.at_most is None and theirs and ours and not theirs.error and not ours.error
+    if comparable and theirs and ours:
         ratio = figures.speed_up(theirs.rounds, ours.rounds)
         result["ratio"] = {"median": ratio.median, "low": ratio.low, "high": ratio.high}
     return result
@@ -53,6 +55,8 @@ def _cost(measured: Measured, operations: int) -> Record:
     if measured.cpu_caller:
         cost["cpu_caller"] = statistics.median(measured.cpu_caller)
         cost["cpu_others"] = statistics.median(measured.cpu_others)
+    if measured.idle:
+        cost["idle"] = statistics.median(measured.idle)
     return cost
 
 
@@ -101,14 +105,24 @@ def row(record: Record, implementations: Sequence[str], base: Record | None, wit
     cells = [record["title"]]
     for name in implementations:
         cost = costs[name]
-        cells.append(f"n/a: {cost['error']}" if "error" in cost else figures.shown(cost["median"], unit))
+        cells.append(_brief(f"n/a: {cost['error']}") if "error" in cost else figures.shown(cost["median"], unit))
     ratio = record.get("ratio")
     cells.append(f"{ratio['median']:.1f}x ({ratio['low']:.1f}-{ratio['high']:.1f}){_verdict(record)}" if ratio else "")
-    cells.append(f"{record['bar']:g}x" if record["bar"] else "")
+    cells.append(_bar(record))
     cells.append(f"{record['aim']:g}x" if record["aim"] else "")
     subject = costs.get(OURS if OURS in implementations else implementations[-1], {})
     cells.append(f"{record['limit'] / subject['median']:.0%}" if record["limit"] and "median" in subject else "")
     return [*cells, _change(subject, base)] if with_base else cells
+
+
+def _brief(text: str, most: int = 70) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _bar(record: Record) -> str:
+    if record["at_most"]:
+        return f"at most {figures.shown(record['at_most'], record['unit'])}"
+    return f"{record['bar']:g}x" if record["bar"] else ""
 
 
 def _verdict(record: Record) -> str:
@@ -132,7 +146,7 @@ def _change(cost: Record, base: Record | None) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Markdown, with columns aligned for those who read it as text."""
-    widths = [min(60, max(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]
@@ -153,4 +167,6 @@ def cpu_rows(records: Sequence[Record], implementations: Sequence[str]) -> list[
                 for cost in costs
             ]
             rows.append([record["title"], *cells])
+    idle = [[record["costs"][name].get("idle", 0.0) for record in records] for name in implementations]
+    rows.append(["all workers idle, share of a core at most", *(f"{max(shares, default=0.0):.2%}" for shares in idle)])
     return rows
