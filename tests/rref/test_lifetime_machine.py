@@ -12,10 +12,11 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from telegrad.ids import ForkId, RRefId, WorkerId, make_id
-from telegrad.rref import lifetime as lt
+from telegrad.rref import actions as lt
+from telegrad.rref.lifetime import OwnerLedger, UserLedger
 
 WORKERS = [WorkerId(n) for n in range(4)]
 
@@ -46,8 +47,8 @@ class Worker:
     def __init__(self, me: WorkerId) -> None:
         self.me = me
         self.alive = True
-        self.owner = lt.OwnerLedger(me, WORKERS)
-        self.user = lt.UserLedger(me)
+        self.owner = OwnerLedger(me, WORKERS)
+        self.user = UserLedger(me)
         self.knows_dead: set[WorkerId] = set()
         self.values: dict[RRefId, str] = {}
         self.handles: list[Handle] = []
@@ -321,8 +322,6 @@ class References(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_no_order_of_messages_and_deaths_breaks_the_guarantees() -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
     run_state_machine_as_test(
         References,
         settings=settings(

@@ -1,20 +1,21 @@
 """`lifetime.py` decides how long an owner keeps a value that others name. It sends nothing; it returns what to send.
 
-Every handle outside the owner is a *fork* with an id of its own, and the owner keeps a value while it knows a fork of it
-(or holds it itself). The whole protocol serves one rule: a fork leaves the owner's table only when nobody can still turn
-up with a handle that came from it. Three habits keep that rule when messages are late, reordered or repeated and workers
-die (`docs/guarantees.md` draws them):
+Every handle outside the owner is a *fork* with an id of its own, and the owner keeps a value while it knows a fork of
+it (or holds it itself). The whole protocol serves one rule: a fork leaves the owner's table only when nobody can still
+turn up with a handle that came from it. Three habits keep that rule when messages are late, reordered or repeated and
+workers die (`docs/guarantees.md` draws them):
 
 1. A parent waits for its children. A user that shares its handle keeps its own fork until the owner knows the child's.
-2. An `RRefAck` nobody waits for is answered with a delete. A stale `RRefForkRequest` can bring a deleted fork back at the
+2. An ack nobody waits for is answered with a delete. A stale `RRefForkRequest` can bring a deleted fork back at the
    owner, but its ack finds no such fork at the user, and the answer removes it. So no side remembers what is gone.
 3. A dead worker's forks stay until every other worker has said that it takes nothing more from the dead one, and which
    of its own forks the owner may not know yet. The owner alone decides; a parent hands its dead child's fork to it.
 
-`OwnerLedger` is a worker's part as an owner, `UserLedger` its part as a user. Both are fed under the caller's lock, hold no
-values, locks or clocks, and return actions to perform after the lock is released. A fork id carries the worker that made
-it, so `worker_of(fork_id)` is the parent. What the caller promises: a call that carries a handle, and the request that
-creates a value, are delivered at most once; all other messages may be repeated; an id of a dead worker is never used again.
+`OwnerLedger` is a worker's part as an owner, `UserLedger` its part as a user. Both are fed under the caller's lock,
+hold no values, locks or clocks, and return actions to perform after the lock is released. A fork id carries the worker
+that made it, so `worker_of(fork_id)` is the parent. What the caller promises: a call that carries a handle, and the
+request that creates a value, are delivered at most once (all other messages may be repeated); the reply to a creation
+reaches `on_ack` however late it is; the id of a dead worker is not used again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,94 +23,21 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from telegrad.ids import ForkId, RRefId, WorkerId, worker_of
-
-
-class Action(msgspec.Struct, frozen=True, gc=False):
-    """Something the shell does after it has released its lock."""
-
-
-class Send(Action, frozen=True, gc=False):
-    """A message. Any number of these with the same `to` may travel as one, in any order, with any delay."""
-
-    to: WorkerId
-
-
-class SendForkRequest(Send, frozen=True, gc=False):
-    """User to owner: `holder` has this fork; keep the value for it. `holder` is the sender, or its dead child."""
-
-    rref_id: RRefId
-    fork_id: ForkId
-    holder: WorkerId
-
-
-class SendAck(Send, frozen=True, gc=False):
-    """Owner to user: this fork is in my table. The reply to a creation says the same."""
-
-    rref_id: RRefId
-    fork_id: ForkId
-
-
-class SendChildAccept(Send, frozen=True, gc=False):
-    """Child to parent: the owner knows my fork, you need not keep yours for it. May ride on the reply of the call."""
-
-    fork_id: ForkId
-
-
-class SendDelete(Send, frozen=True, gc=False):
-    """User to owner: this fork is gone, and so are all its children that you do not know."""
-
-    rref_id: RRefId
-    fork_id: ForkId
-
-
-class SendCreationFailed(Send, frozen=True, gc=False):
-    """User to owner: the request that creates this value will never come; store its error as the value."""
-
-    rref_id: RRefId
-    fork_id: ForkId
-
-
-class SendFlush(Send, frozen=True, gc=False):
-    """Owner to everyone: answer once you take nothing more from `dead`."""
-
-    dead: WorkerId
-
-
-class SendFlushed(Send, frozen=True, gc=False):
-    """The answer: nothing of `dead` will be taken here any more; these forks of yours I have, unconfirmed."""
-
-    dead: WorkerId
-    forks: tuple[tuple[RRefId, ForkId], ...]
-
-
-class Forget(Action, frozen=True, gc=False):
-    """Nobody names this value any more: release it."""
-
-    rref_id: RRefId
-
-
-class FailValue(Action, frozen=True, gc=False):
-    """The value will never be made: store an error in its place. `died` is its creator, or None if the request failed."""
-
-    rref_id: RRefId
-    died: WorkerId | None
-
-
-class Refuse(Action, frozen=True, gc=False):
-    """Do not run this creation: whoever asked for it is dead, and its forks are already being settled."""
-
-    rref_id: RRefId
-
-
-class MarkLost(Action, frozen=True, gc=False):
-    """This handle can never be used: `died` is its owner, or the sender of a handle that came after its death."""
-
-    rref_id: RRefId
-    fork_id: ForkId
-    died: WorkerId
-
-
-Actions = tuple[Action, ...]
+from telegrad.rref.actions import (
+    Action,
+    Actions,
+    FailValue,
+    Forget,
+    MarkLost,
+    Refuse,
+    SendAck,
+    SendChildAccept,
+    SendCreationFailed,
+    SendDelete,
+    SendFlush,
+    SendFlushed,
+    SendForkRequest,
+)
 
 
 class Leak(msgspec.Struct, frozen=True):
@@ -213,8 +141,6 @@ class OwnerLedger:
         if sender in self._dead:
             return ()
         ack = SendAck(sender, rref_id, fork_id)
-        if holder in self._settled:
-            return (ack,)
         owned, actions = self._named(rref_id)
         owned.forks[fork_id] = holder
         if holder in self._dead:
@@ -223,7 +149,7 @@ class OwnerLedger:
         return (*actions, ack)
 
     def on_delete(self, sender: WorkerId, rref_id: RRefId, fork_id: ForkId) -> Actions:
-        """A user's fork is gone. Only its holder may say so: a parent's stale answer must not free a dead child's fork."""
+        """A user's fork is gone. Only its holder may say so: a parent must not free the fork of its dead child."""
         owned = self._owned.get(rref_id)
         if owned is None or owned.forks.get(fork_id) != sender or sender in self._dead:
             return ()
@@ -317,7 +243,7 @@ class OwnerLedger:
     def _settle(self) -> Actions:
         """Ask about the dead if a fork depends on it; drop what they held once all have answered about all of them.
 
-        All of them together: a handle may have passed through several dead workers, of which only the first is known here.
+        All of them together: a handle may have passed through several dead workers, and only the first is known here.
         """
         if not self._unsettled and not self._awaiting:
             return ()
@@ -458,9 +384,7 @@ class UserLedger:
             if to == worker:
                 used = self._used[root]
                 actions.append(SendForkRequest(used.owner, used.rref_id, child, worker))
-        for owner in self._asked.pop(worker, ()):
-            if owner not in self._dead:
-                actions.append(self._flushed(owner, worker))
+        actions += [self._flushed(owner, worker) for owner in self._asked.pop(worker, ())]
         for owners in self._asked.values():
             owners.discard(worker)
         return tuple(actions)
