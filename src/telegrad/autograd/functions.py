@@ -1,0 +1,183 @@
+"""The two ends of a call in the autograd graph: a Send is the root of a local graph, a Recv the end of one.
+
+A `SendNode` remembers where the gradients of the tensors that left must enter the local graph. A `RecvNode` is one
+autograd node behind all the tensors that arrived in one message; when the engine runs it, their gradients leave at
+once, while the rest of the graph still runs. Sender and receiver name the pair by one message id.
+
+Neither owns the context or the pass: a pass lends a Recv its way out (`deliver`) and takes it back at its end.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from telegrad.errors import AutogradError, GradientMismatch
+from telegrad.ids import MessageId, WorkerId
+
+Gradients: TypeAlias = Sequence[Tensor | None]
+
+
+class TensorMeta(NamedTuple):
+    """What a gradient must look like to belong to a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorMeta":
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
+
+
+class SendNode:
+    """Where the gradients of one message's tensors enter the graph of the worker that sent it."""
+
+    __slots__ = ("__weakref__", "edges", "message_id", "metas", "peer")
+
+    def __init__(self, message_id: MessageId, peer: WorkerId, tensors: Sequence[Tensor]) -> None:
+        """`tensors` are those of the message that require grad, in its order."""
+        self.message_id = message_id
+        self.peer = peer
+        # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
+        self.edges: tuple[GradientEdge, ...] = tuple([get_gradient_edge(tensor) for tensor in tensors])
+        self.metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
+
+    def check(self, gradients: Gradients) -> None:
+        """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""
+        if len(gradients) != len(self.metas):
+            raise GradientMismatch(
+                f"worker {self.peer} returned {len(gradients)} gradients for message {self.message_id}, which sent "
+                f"{len(self.metas)} tensors that require grad; the gradients were not used"
+            )
+        for position, (gradient, meta) in enumerate(zip(gradients, self.metas, strict=True)):
+            if gradient is not None and TensorMeta.of(gradient) != meta:
+                raise GradientMismatch(
+                    f"worker {self.peer} returned a gradient of {TensorMeta.of(gradient)} for tensor {position} of "
+                    f"message {self.message_id}, which is {meta}; the gradients were not used"
+                )
+
+    def name(self) -> str:
+        """What torch calls such a node."""
+        return "torch::distributed::autograd::SendRpcBackward"
+
+    @property
+    def next_functions(self) -> tuple[tuple[Node, int], ...]:
+        """As on an autograd node: one entry for each tensor sent."""
+        return tuple([(edge.node, edge.output_nr) for edge in self.edges])
+
+    def __repr__(self) -> str:
+        return f"<SendNode {self.message_id}: {len(self.edges)} tensors to worker {self.peer}>"
+
+
+class _Outlet:
+    """The way out of a Recv. Shared by the autograd node and its `RecvNode`, so that those two form no cycle."""
+
+    __slots__ = ("deliver", "message_id", "peer")
+
+    def __init__(self, message_id: MessageId, peer: WorkerId) -> None:
+        self.message_id = message_id
+        self.peer = peer
+        self.deliver: Callable[[Gradients], None] | None = None
+
+
+class RecvNode:
+    """The end of a worker's graph at one received message; the gradients that reach it belong to the sender."""
+
+    __slots__ = ("__weakref__", "_outlet", "metas", "node")
+
+    def __init__(self, outlet: _Outlet, node: Node, metas: tuple[TensorMeta, ...]) -> None:
+        self._outlet = outlet
+        self.node = node
+        self.metas = metas
+
+    @property
+    def message_id(self) -> MessageId:
+        return self._outlet.message_id
+
+    @property
+    def peer(self) -> WorkerId:
+        return self._outlet.peer
+
+    @property
+    def deliver(self) -> Callable[[Gradients], None] | None:
+        """Where the running pass takes the gradients, one or None for each tensor; None while no pass runs."""
+        return self._outlet.deliver
+
+    @deliver.setter
+    def deliver(self, deliver: Callable[[Gradients], None] | None) -> None:
+        self._outlet.deliver = deliver
+
+    def name(self) -> str:
+        """What torch calls such a node; the autograd node itself has the same name."""
+        return RECV_NAME + "Backward"
+
+    @property
+    def next_functions(self) -> tuple[tuple[Node, int], ...]:
+        """As on an autograd node: the anchor."""
+        return ((ANCHOR.node, ANCHOR.output_nr),)
+
+    def __repr__(self) -> str:
+        return f"<RecvNode {self.message_id}: {len(self.metas)} tensors from worker {self.peer}>"
+
+
+def attach_recv(
+    tensors: Sequence[Tensor], message_id: MessageId, peer: WorkerId
+) -> tuple[tuple[Tensor, ...], RecvNode]:
+    """Put received tensors behind one Recv. Returns them, requiring grad and with their memory, and the Recv.
+
+    `tensors` are those of the message that required grad where they came from, in its order, at least one. None of them
+    may be part of a graph yet. The tensors returned may be changed in place.
+    """
+    metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
+    outlet = _Outlet(message_id, peer)
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        attached = _RecvFunction.apply(_anchor, outlet, tensors)
+    else:
+        with torch.inference_mode(False), torch.enable_grad():
+            attached = _RecvFunction.apply(_anchor, outlet, tensors)
+    return attached, RecvNode(outlet, attached[0].grad_fn, metas)
+
+
+def _forward(ctx: Any, anchor: Tensor, outlet: _Outlet, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    ctx.outlet = outlet
+    ctx.set_materialize_grads(False)  # a tensor without a gradient costs no zeros, here or on the wire
+    # The tensors come inside a sequence, so to torch they are fresh outputs: given as inputs they would become views of
+    # themselves, and torch forbids changing in place one of several views that a Function returns. `detach` shares the
+    # memory, too, and is no such view.
+    return tuple([tensor.detach() if tensor._is_view() else tensor for tensor in tensors])
+
+
+def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+    outlet: _Outlet = ctx.outlet
+    if outlet.deliver is None:
+        raise AutogradError(
+            f"gradients reached tensors received from worker {outlet.peer} (message {outlet.message_id}), but no "
+            "backward pass of their context is running; call telegrad.autograd.backward(context_id, roots) within it"
+        )
+    outlet.deliver(gradients)
+    return None, None, None
+
+
+# A name that torch's own tools and tests look for; a class statement could not spell it.
+RECV_NAME = "torch::distributed::autograd::RecvRpc"
+_RecvFunction: Any = type(
+    RECV_NAME, (torch.autograd.Function,), {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
+)
+
+# The engine runs only nodes on the way to a leaf, so each Recv leads to this one. No gradient ever reaches it. One
+# serves all, for asking the engine for one edge costs less than asking for many; the edge keeps its node alive.
+_anchor = torch.zeros((), requires_grad=True)
+ANCHOR: GradientEdge = get_gradient_edge(_anchor)
+
+
+def anchored(function: Any, *args: object) -> Tensor:
+    """Apply a Function to the anchor and `args`, whatever the thread's grad mode. It becomes a node the engine runs."""
+    with torch.inference_mode(False), torch.enable_grad():
+        output: Tensor = function.apply(_anchor, *args)
+    return output

@@ -1,0 +1,187 @@
+"""Leaves during a pass: hooks are held back while parts of a gradient arrive; at the end `.grad` is put aside.
+
+A leaf's own node runs once in a pass, with the total, so that hooks on leaves see what they would see in one
+process. Until then its gradient arrives in parts, and asking the engine for a part would fire the leaf's tensor hooks:
+`hooks_held`. When the node runs it writes to `.grad`, which belongs to the user: `grads_aside` keeps the user's value
+and takes the result. Other passes may use the same leaves in other threads: `claimed` gives the things it names to one
+thread at a time.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from telegrad.autograd.functions import anchored
+
+_claims = threading.Condition()
+_claimant: dict[int, int] = {}  # id of a claimed thing -> thread that has it
+
+
+@contextmanager
+def claimed(things: Iterable[object], *, wait: bool = True) -> Iterator[bool]:
+    """Have all of `things` to this thread, waiting while another has any; without `wait`, say whether it was possible.
+
+    All are taken at once, so two claims never wait for each other. A thread may claim again what it has: a hook may run
+    another pass.
+    """
+    thread = threading.get_ident()
+    keys = {id(thing) for thing in things}
+    with _claims:
+        while any(_claimant.get(key, thread) != thread for key in keys):
+            if not wait:
+                break
+            _claims.wait()
+        else:
+            keys -= _claimant.keys()  # what an outer claim of this thread has is its to return
+            _claimant.update(dict.fromkeys(keys, thread))
+            wait = True
+    if not wait:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with _claims:
+            for key in keys:
+                del _claimant[key]
+            _claims.notify_all()
+
+
+@contextmanager
+def grads_aside(leaves: Sequence[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+    """Empty `.grad` of `leaves`; on the way out put it back, and what was written meanwhile into the mapping yielded.
+
+    The caller has claimed the leaves. After an error the mapping stays empty.
+    """
+    written: dict[Tensor, Tensor] = {}
+    kept = [leaf.grad for leaf in leaves]
+    try:
+        for leaf, grad in zip(leaves, kept, strict=True):
+            if grad is not None:
+                leaf.grad = None
+        yield written
+        for leaf in leaves:
+            result = leaf.grad
+            if result is not None:
+                written[leaf] = result
+    finally:
+        for leaf, grad in zip(leaves, kept, strict=True):
+            leaf.grad = grad
+
+
+class _HeldHook:
+    """Stands in for a leaf's tensor hook: silent within engine calls that collect parts, itself in all others."""
+
+    __slots__ = ("hook", "silent_in")
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None], silent_in: set[int]) -> None:
+        self.hook = hook
+        self.silent_in = silent_in
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        if torch._C._current_graph_task_id() in self.silent_in:
+            return None
+        return self.hook(gradient)
+
+
+@contextmanager
+def hooks_held(leaves: Iterable[Tensor], first: Iterable[Node]) -> Iterator[None]:
+    """Keep the tensor hooks of `leaves` silent in the engine call within, which enters the graph at the nodes `first`.
+
+    The hooks stay where they are, under a stand-in that knows the call by its graph task: another thread's backward
+    over the same leaf, or one that a hook starts in this thread, still fires them, and a handle still removes them.
+    """
+    hooked = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
+    if not hooked:
+        yield
+        return
+    tasks: set[int] = set()
+
+    def note_task(_: object) -> None:
+        tasks.add(torch._C._current_graph_task_id())
+
+    handles: list[Any] = [node.register_prehook(note_task) for node in first]
+    with _claims:
+        stand_ins = [(hooks, key, _HeldHook(hook, tasks)) for hooks in hooked for key, hook in hooks.items()]
+        for hooks, key, stand_in in stand_ins:
+            hooks[key] = stand_in
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for hooks, key, stand_in in stand_ins:
+            _unwrap(hooks, key, stand_in)
+
+
+def _unwrap(hooks: dict[int, Any], key: int, stand_in: _HeldHook) -> None:
+    """Take one stand-in out from the chain under `key`, wherever another thread's may lie on top of it."""
+    with _claims:
+        outer = None
+        current = hooks.get(key)
+        while current is not stand_in:
+            if not isinstance(current, _HeldHook):
+                return  # the hook was removed meanwhile
+            outer, current = current, current.hook
+        if outer is None:
+            hooks[key] = stand_in.hook
+        else:
+            outer.hook = stand_in.hook
+
+
+def variable_of(leaf: Any) -> Tensor:
+    """The tensor whose node this is."""
+    variable: Tensor = leaf.variable
+    return variable
+
+
+class LeafSums:
+    """What has arrived for each leaf so far, by the leaf's node. None: the leaf was visited, but with no gradient."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Node, Tensor | None] = {}
+        self._owned: set[Node] = set()  # whose sum was made here: only those may change in place
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def add(self, leaf: Node, part: Tensor | None) -> None:
+        total = self._sums.get(leaf)
+        if total is None:
+            self._sums[leaf] = part
+        elif part is not None:
+            if leaf in self._owned and not total.is_sparse:
+                total += part
+            else:
+                # torch adds a sparse tensor to a dense one, and not the other way round.
+                self._sums[leaf] = part + total if total.is_sparse and not part.is_sparse else total + part
+                self._owned.add(leaf)
+
+    def root(self) -> Tensor:
+        """A root whose backward visits each of these leaves with its sum. The sums are handed over to it."""
+        leaves = [variable_of(node) for node in self._sums]
+        sums = list(self._sums.values())
+        self._sums = {}
+        return anchored(_Handover, sums, *leaves)
+
+
+class _Handover(torch.autograd.Function):
+    """A node that leads to leaves and gives each its sum. Nobody else holds the sums then, and the leaves take them
+    without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, sums: list[Tensor | None], *leaves: Tensor) -> Tensor:
+        ctx.sums = sums
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        sums: list[Tensor | None] = ctx.sums
+        handed = (None, None, *sums)
+        sums.clear()
+        return handed

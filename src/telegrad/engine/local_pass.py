@@ -1,0 +1,306 @@
+"""One worker's part of a backward pass: runs what may run in torch's own engine, as the Sends are heard.
+
+`regions.py` decides what runs now and in which way; this shell runs it. Equal to one process means: each node runs
+once, with the sum of all that reaches it, and so does each hook.
+
+- The last batch, usually the only one, is a plain `torch.autograd.backward`, with `.grad` of the leaves put aside.
+- A closed batch before that asks `torch.autograd.grad` for the leaves; what it finds is kept for the last batch.
+- A cut batch (`cut.py`) ends before the engine visits a node outside it. Post-hooks on the nodes that lead out collect
+  what leaves; it enters as roots when its region runs. Not by asking the engine for those edges: it would run every
+  node on the way to them, and a node visited without a gradient still fires its hooks.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from telegrad.autograd.functions import ANCHOR, Gradients, RecvNode
+from telegrad.engine.cut import cut_before
+from telegrad.engine.leaves import LeafSums, claimed, grads_aside, hooks_held, variable_of
+from telegrad.engine.regions import Batch, Edges, Plan, Way
+from telegrad.errors import AutogradError, GradientMismatch
+
+K = TypeVar("K", bound=Hashable)
+Root = tuple[GradientEdge, Tensor | None]  # None: visited, but with no gradient
+
+
+class LocalPass(Generic[K]):
+    """A backward pass over the graph between one worker's Sends and its Recvs and leaves.
+
+    `sends` are what may hear gradients, each with one edge for each of its tensors; a root of `backward` is one too,
+    with a key of its own. `recvs` are where gradients leave: `deliver(key, gradients)` is called exactly once for each,
+    with the gradients as soon as they exist, from inside the engine call, or with None as soon as it is known that none
+    will come.
+
+        pass_.start()              walk the graph; tells the Recvs that nothing reaches
+        pass_.hear(key, gradients) once for each Send, from any thread, before or after `start`
+        pass_.run()                run what may run, in this thread; call it after `start` and after each `hear`
+        pass_.gradients            once `done`: the total for each leaf
+
+    Only one thread runs at a time. `run` never waits for another: that one picks up what was heard meanwhile. It raises
+    what a hook, a backward or `deliver` raised; the pass is over then.
+    """
+
+    def __init__(
+        self,
+        sends: Mapping[K, Sequence[GradientEdge]],
+        recvs: Mapping[K, RecvNode],
+        *,
+        retain_graph: bool,
+        deliver: Callable[[K, Gradients | None], None],
+    ) -> None:
+        self.gradients: dict[Tensor, Tensor] = {}
+        self.done = False
+        self._sends = sends
+        self._recvs = recvs
+        self._retain_graph = retain_graph
+        self._deliver = deliver
+        self._lock = threading.Lock()  # guards what follows, except what only the runner touches
+        self._bits = {key: bit for bit, key in enumerate(sends)}
+        self._unheard = dict.fromkeys(sends)
+        self._untold = {recv.node: (key,) for key, recv in recvs.items()}  # boxed: a key may be None
+        self._roots: list[Root] = []  # heard or collected, not yet entered
+        self._plan: Plan[Node] | None = None
+        self._running = False
+        self._over = False
+        # The runner's:
+        self._graph: dict[Node, Edges[Node]] = {}
+        self._leaves: dict[Node, Tensor] = {}
+        self._sums = LeafSums()
+
+    @property
+    def waiting_for(self) -> tuple[K, ...]:
+        """The Sends that have not been heard."""
+        with self._lock:
+            return tuple(self._unheard)
+
+    def start(self) -> None:
+        """Walk the graph, and tell the Recvs that nothing reaches."""
+        entries = [[edge.node for edge in edges] for edges in self._sends.values()]
+        self._graph = graph = walk(entries)
+        leaves = [node for node, edges in graph.items() if not edges and node is not ANCHOR.node]
+        self._leaves = {node: variable_of(node) for node in leaves}
+        plan = Plan(graph, entries, self._untold)
+        for recv in self._recvs.values():
+            recv.deliver = partial(self._tell, recv.node)
+        self._tell_none([node for node in self._untold if node not in graph])
+        with self._lock:
+            for key, bit in self._bits.items():
+                if key not in self._unheard:
+                    plan.heard(bit)
+            self._plan = plan
+
+    def hear(self, key: K, gradients: Gradients | None) -> bool:
+        """The Send `key` has its gradients, or none will come. Says whether there is something to run now."""
+        if key not in self._bits:
+            raise AutogradError(
+                f"{key!r} is not a send of this pass, which has {len(self._bits)}; no gradient was used"
+            )
+        with self._lock:
+            if self._over:
+                return False
+            if key not in self._unheard:
+                raise AutogradError(f"{key!r} was heard twice in one pass; the second gradients were not used")
+            edges = self._sends[key]
+            if gradients is not None and len(gradients) != len(edges):
+                raise GradientMismatch(f"{key!r} has {len(edges)} tensors, not {len(gradients)}; no gradient was used")
+            del self._unheard[key]
+            if gradients is not None:
+                self._roots += [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if grad is not None]
+            return self._plan is not None and self._plan.heard(self._bits[key])
+
+    def run(self) -> None:
+        """Run everything that may run. Returns at once if another thread is running: that one will run this, too."""
+        with self._lock:
+            if self._running or self._plan is None:
+                return
+            self._running = True
+        try:
+            while (taken := self._take()) is not None:
+                batch, roots = taken
+                if batch.way is Way.LAST:
+                    self._run_last(roots)
+                    self._tell_none(list(self._untold))
+                    self.done = True
+                elif batch.way is Way.CLOSED:
+                    self._run_closed(batch.nodes, roots)
+                    self._tell_none(batch.recvs)
+                else:
+                    self._run_cut(batch.nodes, roots)
+                    self._tell_none(batch.recvs)
+        except BaseException:
+            with self._lock:
+                self._over = True
+                self._running = False
+                self._release()
+            raise
+
+    def abort(self) -> None:
+        """Give up and release everything. What is in the engine now still ends, but nothing is delivered any more."""
+        with self._lock:
+            self._over = True
+            if not self._running:  # the runner still needs what it holds, and releases it when its call returns
+                self._release()
+
+    def _take(self) -> tuple[Batch[Node], list[Root]] | None:
+        """The next batch and what enters it. With None this thread stops running: within the lock that `hear` takes, so
+        that what is heard later finds nobody running."""
+        with self._lock:
+            batch = None if self._over or self._plan is None else self._plan.take()
+            if batch is None:
+                self._running = False
+                if self._over or self.done:
+                    self._release()
+                return None
+            entering, self._roots = self._roots, []
+            if batch.way is not Way.LAST:
+                inside = set(batch.nodes)
+                self._roots = [root for root in entering if root[0].node not in inside]
+                entering = [root for root in entering if root[0].node in inside]
+            return batch, entering
+
+    def _tell(self, node: Node, gradients: Gradients | None) -> None:
+        """A Recv has its gradients: called by the Recv from inside the engine, on whichever thread that is."""
+        with self._lock:
+            key = self._untold.pop(node, None)
+            if self._over:
+                return
+        if key is None:
+            raise AutogradError(
+                "gradients reached one Recv twice in a backward pass; a hook or a custom backward must not run a "
+                "backward of its own through received tensors"
+            )
+        if gradients is not None and all(gradient is None for gradient in gradients):
+            gradients = None
+        self._deliver(key[0], gradients)
+
+    def _tell_none(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if node in self._untold:
+                self._tell(node, None)
+
+    def _release(self) -> None:
+        """Let go of the graph, and take back what was lent to the Recvs."""
+        for recv in self._recvs.values():
+            recv.deliver = None
+        self._plan = None
+        self._recvs, self._sends = {}, {}
+        self._graph, self._leaves = {}, {}
+        self._roots, self._sums = [], LeafSums()
+
+    def _run_last(self, roots: list[Root]) -> None:
+        """Everything left, leaves included. If another pass has some of the leaves, run the rest before waiting."""
+        variables = list(self._leaves.values())
+        with claimed(variables, wait=False) as free:
+            if free:
+                self._run_with_leaves(roots, variables)
+                return
+        straight = [root for root in roots if root[0].node in self._leaves]
+        self._run_closed(self._graph, [root for root in roots if root[0].node not in self._leaves])
+        with claimed(variables):
+            self._run_with_leaves(straight, variables)
+
+    def _run_with_leaves(self, roots: list[Root], variables: list[Tensor]) -> None:
+        if self._sums:
+            roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
+        if roots:
+            with grads_aside(variables) as self.gradients, _entering(roots) as (edges, gradients):
+                torch.autograd.backward(edges, gradients, retain_graph=self._retain_graph)
+
+    def _run_closed(self, nodes: Iterable[Node], roots: list[Root]) -> None:
+        """Nodes that lead to nothing but each other and leaves; what arrives at the leaves is added to their sums."""
+        if not roots:
+            return
+        leaves = list({child: None for node in nodes for child, _ in self._graph[node] if child in self._leaves})
+        found = self._ask(leaves, roots)
+        visited: Mapping[Node, object] | None = None
+        for leaf, part in zip(leaves, found, strict=True):
+            if part is None and visited is None:
+                visited = walk([[edge.node for edge, _ in roots]])
+            if part is not None or (visited is not None and leaf in visited):
+                self._sums.add(leaf, part)
+
+    def _run_cut(self, nodes: list[Node], roots: list[Root]) -> None:
+        """Nodes that lead to others that must wait; what leaves becomes roots of those, or is added to a leaf's sum."""
+        if not roots:
+            return
+        inside = {*nodes, ANCHOR.node, None}
+        beyond = {node: {child for child, _ in self._graph[node]} - inside for node in nodes}
+        leaving = [node for node, children in beyond.items() if children]
+        outside = {child for children in beyond.values() for child in children if child and child not in self._leaves}
+        handles = [node.register_hook(partial(self._collect, node, inside)) for node in leaving]
+        try:
+            with claimed([*nodes, *outside]), cut_before(outside, nodes) as stop:
+                self._ask(list(self._leaves), [*roots, (stop, torch.empty(0))])
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _collect(self, node: Node, inside: set[Node | None], leaving: Gradients, _: object) -> None:
+        """The post-hook of a node that leads out of a cut batch: keep what the engine will not take there."""
+        for (child, position), gradient in zip(self._graph[node], leaving, strict=True):
+            if child is None or child in inside:
+                continue
+            if child in self._leaves:
+                self._sums.add(child, gradient)
+            else:
+                with self._lock:
+                    self._roots.append((GradientEdge(child, position), gradient))
+
+    def _ask(self, leaves: Sequence[Node], roots: list[Root]) -> tuple[Tensor | None, ...]:
+        """One engine call from `roots` that writes to no leaf and returns what arrived at each. Recvs run."""
+        wanted = [*(GradientEdge(leaf, 0) for leaf in leaves), ANCHOR]
+        first = {edge.node for edge, _ in roots}
+        with hooks_held([self._leaves[leaf] for leaf in leaves], first), _entering(roots) as (edges, gradients):
+            found = torch.autograd.grad(edges, wanted, gradients, retain_graph=self._retain_graph, allow_unused=True)
+        return found[:-1]
+
+
+def walk(entries: Iterable[Iterable[Node]]) -> dict[Node, Edges[Node]]:
+    """All nodes that the entries reach, each with its edges."""
+    graph: dict[Node, Edges[Node]] = {}
+    stack = [node for nodes in entries for node in nodes]
+    while stack:
+        node = stack.pop()
+        if node not in graph:
+            edges = graph[node] = node.next_functions
+            for child, _ in edges:
+                if child is not None and child not in graph:
+                    stack.append(child)
+    return graph
+
+
+@contextmanager
+def _entering(roots: Sequence[Root]) -> Iterator[tuple[list[GradientEdge], list[Tensor]]]:
+    """The roots as an engine call takes them.
+
+    It takes no root without a gradient, but where a node handed None across a cut, one process would visit the next
+    node all the same. So a None enters as zeros, and a pre-hook of the node it enters at makes them None again, unless
+    a gradient from elsewhere was added to them.
+    """
+    given = [(edge, gradient) for edge, gradient in roots if gradient is not None]
+    edges = [edge for edge, _ in given]
+    gradients = [gradient for _, gradient in given]
+    handles = []
+    for edge, gradient in roots if len(given) < len(roots) else ():
+        if gradient is None and all(edge[:2] != other[:2] for other in edges):
+            meta = edge.node._input_metadata[edge.output_nr]
+            zeros = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+            handles.append(edge.node.register_prehook(partial(_empty_again, zeros)))
+            edges.append(edge)
+            gradients.append(zeros)
+    try:
+        yield edges, gradients
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _empty_again(zeros: Tensor, gradients: Gradients) -> Gradients:
+    return tuple([None if gradient is zeros else gradient for gradient in gradients])
