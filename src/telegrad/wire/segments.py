@@ -74,6 +74,16 @@ def element_span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides torch gives a contiguous tensor of this shape."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def cover_storage(tensors: Sequence[Tensor]) -> Iterator[tuple[Segment, list[Placement]]]:
     """Choose the segments for tensors that all have elements and all lie in one storage, on any device but meta."""
     extents = sorted((_extent(position, tensor) for position, tensor in enumerate(tensors)), key=lambda e: e.low)

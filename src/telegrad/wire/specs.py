@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from typing import Any
 
 import msgspec
 import torch
@@ -50,6 +51,14 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 # Elements per byte of the quantized dtypes that are narrower than one.
 PACKED_DTYPES = {torch.quint4x2: 2, torch.quint2x4: 4}
 QUANTIZED_DTYPES = {torch.qint8, torch.quint8, torch.qint32, *PACKED_DTYPES}
+
+COMPRESSED_KINDS: dict[Any, Kind] = {
+    torch.sparse_csr: Kind.SPARSE_CSR,
+    torch.sparse_csc: Kind.SPARSE_CSC,
+    torch.sparse_bsr: Kind.SPARSE_BSR,
+    torch.sparse_bsc: Kind.SPARSE_BSC,
+}
+KINDS_WITH_MEMORY = {Kind.DENSE, Kind.QUANTIZED, Kind.QUANTIZED_CHANNELS}
 
 NO_SEGMENT = -1
 
