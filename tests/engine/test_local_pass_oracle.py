@@ -1,0 +1,17 @@
+"""`LocalPass` on random programs, heard in any order, equals one `torch.autograd.backward`: gradients, Recvs and hooks."""
+
+from hypothesis import given
+
+from tests.engine.programs import Program, build, in_local_pass, in_one_call, programs
+
+
+@given(programs())
+def test_equals_one_backward(program: Program) -> None:
+    assert in_local_pass(program, build(program)) == in_one_call(program, build(program))
+
+
+@given(programs())
+def test_equals_one_backward_over_a_retained_graph(program: Program) -> None:
+    ours, theirs = build(program), build(program)
+    for retain_graph in (True, True, False):
+        assert in_local_pass(program, ours, retain_graph) == in_one_call(program, theirs, retain_graph)
