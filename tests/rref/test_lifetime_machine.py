@@ -6,6 +6,7 @@ ledgers, so that the checks do not ask the code they test.
 """
 
 import itertools
+import random
 from typing import Any
 
 import msgspec
@@ -333,3 +334,39 @@ def test_no_order_of_messages_and_deaths_breaks_the_guarantees() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def walk(seed: int) -> None:
+    """One random life around a handle that is shared, dropped at once, and whose sender dies."""
+    choose = random.Random(seed)
+    world = World()
+    for _ in range(2):
+        world.remote(world.workers[WORKERS[1]], WORKERS[0])
+    if choose.random() < 0.7:
+        world.quiesce()
+    for _ in range(choose.choice([8, 15, 40])):
+        at = choose.choice(world.living())
+        news = [w for w in WORKERS if not world.workers[w].alive and w not in at.knows_dead]
+        match choose.choice(["share", "share", "drop", "deliver", "deliver", "repeat", "kill", "notice", "notice"]):
+            case "share" if at.handles:
+                handle, to = choose.choice(at.handles), choose.choice(WORKERS)
+                if to not in at.knows_dead:
+                    world.share(at, handle, to)
+                if choose.random() < 0.5:
+                    world.drop(at, handle)
+            case "drop" if at.handles:
+                world.drop(at, choose.choice(at.handles))
+            case "deliver" | "repeat" as how if world.bag:
+                world.deliver(choose.randrange(len(world.bag)), repeat=how == "repeat")
+            case "kill" if len(world.living()) > 2 and at.me != WORKERS[0]:
+                world.kill(at)
+            case "notice" if news:
+                world.notice(at, choose.choice(news))
+        world.check_nothing_named_is_forgotten()
+    world.check_end()
+
+
+@pytest.mark.slow
+def test_ten_thousand_lives_around_a_dying_sender() -> None:
+    for seed in range(10_000):
+        walk(seed)
