@@ -287,6 +287,7 @@ class TestDeathSeenByAUser:
         )
         assert a.share(FA, FB, B) == ()
         assert a.receive(R, FC, OWNER) == (MarkLost(R, FC, OWNER),)
+        assert a.receive(R, mine, OWNER) == (MarkLost(R, mine, OWNER),)  # was on its way to oneself
         assert a.create(R, FA, OWNER) == (MarkLost(R, FA, OWNER),)
         assert a.leaks() == []
 

@@ -172,8 +172,6 @@ class World:
                     if not any(isinstance(action, lt.MarkLost) for action in actions):
                         at.handles.append(home)
                     return actions
-                if src == at.me and handle.owner in at.knows_dead:
-                    return ()  # lost on its way to oneself
                 at.handles.append(handle)
                 return at.user.receive(handle.rref_id, handle.fork_id, handle.owner)
             case lt.SendForkRequest(_, rref_id, fork_id, holder):

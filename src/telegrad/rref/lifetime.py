@@ -303,11 +303,11 @@ class UserLedger:
     def receive(self, rref_id: RRefId, fork_id: ForkId, owner: WorkerId) -> Actions:
         """A call brought a handle of another worker's value."""
         parent = worker_of(fork_id)
-        if parent == self.me:  # sent to oneself: it stays the child that `share` recorded
-            return ()
         for worker in (owner, parent):
             if worker in self._dead:
                 return (MarkLost(rref_id, fork_id, worker),)
+        if parent == self.me:  # sent to oneself: it stays the child that `share` recorded
+            return ()
         known = parent == owner  # the owner counted it before sending
         self._used[fork_id] = _Used(rref_id, owner, confirmed=known)
         return () if known else (SendForkRequest(owner, rref_id, fork_id, self.me),)
