@@ -29,12 +29,11 @@ def start(directory: Path, others: Sequence[str] = OWNERS) -> list[BaseProcess]:
     spawn = multiprocessing.get_context("spawn")
     world = 1 + len(others)
     processes = [
-        spawn.Process(target=_serve, args=(name, rank, world, str(meeting)))
-        for rank, name in enumerate(others, start=1)
+        spawn.Process(target=serve, args=(name, rank, world, str(meeting))) for rank, name in enumerate(others, start=1)
     ]
     for process in processes:
         process.start()
-    _join_job("trainer", 0, world, str(meeting))
+    join_job("trainer", 0, world, str(meeting))
     return list(processes)
 
 
@@ -61,13 +60,15 @@ def end(processes: Sequence[BaseProcess], patience: float = 10.0) -> None:
             process.join()
 
 
-def _serve(name: str, rank: int, world: int, meeting: str) -> None:
+def serve(name: str, rank: int, world: int, meeting: str) -> None:
+    """A worker that does what others ask until all shut down."""
     torch.set_num_threads(1)
-    _join_job(name, rank, world, meeting)
+    join_job(name, rank, world, meeting)
     rpc.shutdown()
 
 
-def _join_job(name: str, rank: int, world: int, meeting: str) -> None:
+def join_job(name: str, rank: int, world: int, meeting: str) -> None:
+    """Become worker `name` of the job that meets at the file `meeting`."""
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}")
     rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
 

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any, NoReturn, Self
 
+import torch
 from torch import nn
 from torch.distributed.remote_device import _remote_device
 
@@ -17,11 +18,13 @@ from telegrad import rpc
 from telegrad.errors import NotInitialized
 from telegrad.nn import owner_side
 from telegrad.nn.unsupported import refusal, refuses_unsupported
+from telegrad.wire.codec import register_reducer
 
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     *("on", "device", "is_device_map_set", "is_scriptable"),
     *("generated_methods", "module_rref"),
 )
+_PROBE = torch.empty(0)  # Shows what a conversion does.
 _log = logging.getLogger(__name__)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
@@ -126,7 +129,7 @@ class _RemoteModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Called by `load_state_dict`, of this module or a model around it: the owner loads, and says what did not fit."""
+        """What `load_state_dict`, here or of a model around, calls: the owner loads, and says what did not fit."""
         exchanged = states_written.get()
         if exchanged is not None:
             missing, unexpected, misfit = exchanged[id(self)]
@@ -153,14 +156,23 @@ class _RemoteModule(nn.Module):
             memo.add(self)
         yield prefix, self
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
-        raise ValueError(
-            f"a model that holds {self!r} cannot be moved or converted as a whole: convert its local modules one by "
-            "one, give a remote module's device in ``remote_device`` and convert it in ``module_cls``"
-        )
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Called when a model around this one is moved or converted. Moving concerns its local modules only."""
+        if fn(_PROBE).dtype != _PROBE.dtype:
+            raise ValueError(
+                f"a model that holds {self!r} cannot be converted to another dtype as a whole: "
+                "convert its local modules one by one, and the remote ones in their ``module_cls``"
+            )
+        return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(on={self.on!r}, device={self.device!r})"
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: "
+            "send it in a call, or save its state with telegrad.nn.save"
+        )
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot be compiled by torch.jit.script: call its forward from Python")
@@ -237,3 +249,6 @@ def received(cls: type[_RemoteModule], *attributes: Any) -> _RemoteModule:
     remote_module.__dict__.update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, attributes, strict=True))
     remote_module._install_generated_methods()
     return remote_module
+
+
+register_reducer(_RemoteModule, sent_form)
