@@ -82,6 +82,7 @@ class Assembly:
         self._buffers = buffers
         self._device_for = device_for
         self._storages: dict[tuple[int, str], torch.UntypedStorage] = {}
+        self._devices: dict[str, torch.device] = {}
         self._part_of: dict[int, int] = {}
 
     def rebuild(self) -> list[Tensor]:
@@ -213,10 +214,19 @@ class Assembly:
     def _device(self, name: str) -> torch.device:
         if not name:
             return torch.device("cpu")
-        try:
-            device = self._device_for(name)
-        except RuntimeError as error:
-            raise ProtocolError(f"{name!r} is not a device") from error
-        if device.type == "meta":
-            raise ProtocolError("a tensor with memory cannot live on the meta device")
-        return device
+        if name not in self._devices:
+            try:
+                device = self._device_for(name)
+            except RuntimeError as error:
+                raise ProtocolError(f"{name!r} is not a device") from error
+            if device.type == "meta":
+                raise ProtocolError("a tensor with memory cannot live on the meta device")
+            try:
+                torch.empty(0, device=device)
+            except (RuntimeError, AssertionError) as error:  # a torch built without CUDA asserts
+                raise SerializationError(
+                    f"a tensor of the sender's {name} goes to {device}, which the receiving worker does not have; "
+                    "map the device to another, or send the tensor from the CPU"
+                ) from error
+            self._devices[name] = device
+        return self._devices[name]

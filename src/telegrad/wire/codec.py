@@ -37,7 +37,9 @@ _BUFFER_COUNT = struct.Struct("<I")
 # Below this a buffer costs less inside the pickle than as an entry of the table.
 _SMALLEST_BUFFER = 1024
 _MAX_FLAT = 255
-_SCALARS = frozenset({int, float, str, bool, bytes, complex, type(None)})
+_SCALARS = frozenset({int, float, str, bool, bytes, type(None)})
+_encode_scalars = msgspec.msgpack.Encoder().encode
+_decode_scalars = msgspec.msgpack.Decoder(list[Any]).decode
 # A process started by multiprocessing knows its main module by the second name as well.
 _MAIN_MODULES = ("__main__", "__mp_main__")
 
@@ -105,7 +107,7 @@ def unpack(payload: Any, tensors: Sequence[Tensor], *, find_class: FindClass | N
     raise ProtocolError(f"unknown payload form {form}" if len(payload) else "a payload of no bytes")
 
 
-# Flat tuples: one byte for each value, its place in the table counted from 1, or 0 for the next of the pickled scalars.
+# Flat tuples: one byte for each value, its place in the table counted from 1, or 0 for the next of the scalars.
 
 
 def _pack_flat(form: int, values: tuple[Any, ...]) -> Packed | None:
@@ -128,7 +130,10 @@ def _pack_flat(form: int, values: tuple[Any, ...]) -> Packed | None:
         else:
             return None
     if scalars:
-        head += pickle.dumps(scalars, 5)
+        try:
+            head += _encode_scalars(scalars)
+        except (OverflowError, UnicodeEncodeError):  # an int beyond 64 bits, a lone surrogate: pickle can
+            return None
     return Packed(bytes(head), tensors)
 
 
@@ -138,17 +143,10 @@ def _unpack_flat(payload: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         places = payload[2:end]
         if 0 not in places:
             return tuple([tensors[place - 1] for place in places])
-        scalars = iter(_ScalarUnpickler(io.BytesIO(payload[end:])).load())
+        scalars = iter(_decode_scalars(payload[end:]))
         return tuple([tensors[place - 1] if place else next(scalars) for place in places])
-    except (IndexError, TypeError, StopIteration, EOFError, pickle.UnpicklingError) as error:
+    except (IndexError, StopIteration, msgspec.MsgspecError) as error:
         raise ProtocolError(f"a flat payload does not fit its table of {len(tensors)} tensors: {error}") from error
-
-
-class _ScalarUnpickler(pickle.Unpickler):
-    """Reads what needs no class."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} among plain values")
 
 
 # Pickle: the tensors of the object graph are numbered in the order in which the pickler meets them.
@@ -185,7 +183,7 @@ class _Table:
         if issubclass(cls, UntypedStorage):
             # Its bytes as a tensor: so a storage and the tensors that lie in it stay together.
             return _storage_of, (torch.empty(0, dtype=torch.uint8, device=obj.device).set_(obj),)
-        return _typed_storage_of, (obj.untyped(), obj.dtype)
+        return _typed_storage_of, (obj._untyped_storage, obj.dtype)
 
     def reduce_tensor(self, tensor: Any, cls: type) -> Any:
         attributes = tensor.__dict__
@@ -193,6 +191,8 @@ class _Table:
         if cls is Tensor or cls is Parameter:
             self.tensors.append(tensor)
             made = (_tensor_at, (len(self.tensors) - 1,))
+        elif cls.__name__ in _BOUND_TO_PROCESS and cls.__module__.startswith("torch."):
+            raise SerializationError(f"a {cls.__name__} cannot be sent: {_BOUND_TO_PROCESS[cls.__name__]}")
         elif cls.__reduce_ex__ not in _PLAIN_REDUCTIONS:
             return NotImplemented  # the class knows how to pickle itself; its inner tensors come by here again
         elif hasattr(cls, "__tensor_flatten__"):
@@ -205,6 +205,12 @@ class _Table:
         return (*made, dict(attributes), None, None, _set_attributes) if attributes else made
 
 
+# Classes of torch that have a form to pickle, but none that means anything in another process.
+_BOUND_TO_PROCESS = {
+    "DTensor": "it belongs to this process's device mesh; send its own part with to_local()",
+    "FakeTensor": "it has no data; send a tensor on the meta device instead",
+    "FunctionalTensor": "it exists only while torch traces; make the call outside of the traced function",
+}
 _PLAIN_REDUCTIONS: tuple[Any, ...] = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 
 

@@ -20,6 +20,8 @@ from telegrad.wire.specs import PACKED_DTYPES
 
 # A range may hold this many times the bytes its tensors cover before copying them out becomes the cheaper way.
 _WASTE_LIMIT = 2
+# A dtype to carry the bits of any other of that size.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -175,7 +177,10 @@ def _alone(extent: _Extent) -> tuple[Segment, list[Placement]]:
     shape, strides = _without_repeats(extent.tensor)
     if _is_dense_enough([extent]) or not _visits_once(shape, strides):
         return _shared([extent])
-    compact = extent.tensor.detach().as_strided(shape, strides).clone()
+    # Copied as plain bits: some dtypes have no copy of their own, and a lazy conjugate must stay lazy.
+    bits = torch.empty(0, dtype=_BITS[extent.tensor.itemsize], device=extent.tensor.device)
+    bits.set_(extent.tensor.untyped_storage(), extent.tensor.storage_offset(), shape, strides)
+    compact = bits.clone()
     placed = tuple(new if old else 0 for new, old in zip(compact.stride(), strides, strict=True))
     segment, _ = _shared([_extent(0, compact)])
     return segment, [Placement(extent.position, 0, placed)]

@@ -83,13 +83,13 @@ def _describe_any(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Seg
     specs: list[TensorSpec] = []
     segments: list[Segment] = []
     storages: dict[tuple[str, int], list[int]] = {}
-    for index in range(len(table)):
-        if table[index].is_cpu and table[index]._is_zerotensor():
-            table[index] = table[index].clone()
     index = 0
     while index < len(table):
         tensor = table[index]
         try:
+            _refuse_strangers(tensor)
+            if tensor._is_zerotensor():  # forward-mode AD keeps zeros without memory
+                tensor = table[index] = tensor.clone()
             spec, parts = _take_apart(tensor, len(table))
             if spec.kind in KINDS_WITH_MEMORY and tensor.numel():
                 storages.setdefault((spec.device, tensor.untyped_storage()._cdata), []).append(index)
@@ -114,17 +114,20 @@ def _describe_any(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Seg
     return specs, segments
 
 
-def _take_apart(tensor: Tensor, next_index: int) -> tuple[TensorSpec, list[Tensor]]:
-    """The spec of one tensor without its place in memory, and the parts it will find from `next_index` on."""
+def _refuse_strangers(tensor: Tensor) -> None:
     cls = type(tensor)
     if cls is not Tensor and cls is not Parameter:
         raise _unsendable(tensor, f"its class is {cls.__module__}.{cls.__qualname__}, not torch.Tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise _unsendable(tensor, "it exists only inside a torch.func transform: make the call outside of it")
+
+
+def _take_apart(tensor: Tensor, next_index: int) -> tuple[TensorSpec, list[Tensor]]:
+    """The spec of one tensor without its place in memory, and the parts it will find from `next_index` on."""
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None:
         raise _unsendable(tensor, f"its dtype {tensor.dtype} is unknown")
-    flags = Flag.PARAMETER if cls is Parameter else Flag(0)
+    flags = Flag.PARAMETER if type(tensor) is Parameter else Flag(0)
     if tensor.requires_grad:
         flags |= Flag.REQUIRES_GRAD
     data = tensor.detach()
@@ -145,7 +148,7 @@ def _take_apart(tensor: Tensor, next_index: int) -> tuple[TensorSpec, list[Tenso
         raise _unsendable(tensor, f"its layout is {tensor.layout}: convert it with to_dense() first")
     else:
         kind = Kind.META if tensor.is_meta else Kind.DENSE
-        strides = () if tensor.is_contiguous() else tensor.stride()
+        strides = () if tensor.stride() == contiguous_strides(tensor.shape) else tensor.stride()
         if tensor.is_conj():
             flags |= Flag.CONJ
         if tensor.is_neg():
