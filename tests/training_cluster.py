@@ -69,7 +69,7 @@ def serve(name: str, rank: int, world: int, meeting: str) -> None:
 
 def join_job(name: str, rank: int, world: int, meeting: str) -> None:
     """Become worker `name` of the job that meets at the file `meeting`."""
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{meeting}")
+    options = rpc.RpcBackendOptions(init_method=f"file://{meeting}")
     rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from telegrad import autograd, rpc
 from telegrad.errors import NotInitialized
-from telegrad.nn import RemoteModule
+from telegrad.nn import RemoteModule, remote_module
 from telegrad.nn.remote_module import _REMOTE_MODULE_PICKLED_ATTRIBUTES, _RemoteModule
 from telegrad.nn.unsupported import NOT_SUPPORTED
 from tests.training_cluster import Stack, cluster, layer
@@ -208,6 +208,6 @@ def test_owner_of_a_module_that_fails_is_named() -> None:
 
 
 def test_it_needs_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "_is_current_rpc_agent_set", lambda: False)
+    monkeypatch.setattr(remote_module, "current_agent", lambda: None)
     with pytest.raises(NotInitialized, match="RemoteModule only works in RPC"):
         RemoteModule("ps0", Noted, (1.0,))

@@ -65,6 +65,14 @@ def test_parameters_are_listed_as_in_one_process() -> None:
     assert [name for name, _ in mixed.named_parameters()] == ["layers.1.weight", "layers.1.bias"]
 
 
+def test_what_is_shared_is_listed_once() -> None:
+    module = RemoteModule("ps0", layer, (0, 2, 2))
+    again = RemoteModule.init_from_module_rref("ps0", module.get_module_rref())
+    here = layer(1, 2, 2)
+    model = nn.ModuleList([module, again, module, here, here])
+    assert [name for name, _ in named_remote_parameters(model)] == ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+
 @pytest.mark.parametrize("load", [load_state_dict, nn.Module.load_state_dict], ids=["at once", "one by one"])
 def test_a_state_of_one_process_loads_everywhere(load: Any) -> None:
     mixed, whole = blank(Stack(MIXED)), local_model()

@@ -42,11 +42,15 @@ def set_mode(module: Any, training: bool) -> None:
 
 
 def parameter_references(modules: Sequence[Any], recurse: bool) -> list[list[tuple[str, Any]]]:
-    """For each module, the name of each parameter and a reference to it."""
-    return [
-        [(name, rpc.RRef(param)) for name, param in module.local_value().named_parameters(recurse=recurse)]
-        for module in modules
-    ]
+    """For each module, its parameters by name and reference; one that several share is listed once, with the first."""
+    listed: set[torch.Tensor] = set()
+    found = []
+    for module in modules:
+        named = module.local_value().named_parameters(recurse=recurse)
+        new = [(name, param) for name, param in named if param not in listed]
+        listed.update(param for _, param in new)
+        found.append([(name, rpc.RRef(param)) for name, param in new])
+    return found
 
 
 def read_states(modules: Sequence[Any]) -> list[dict[str, Any]]:

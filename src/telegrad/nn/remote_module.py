@@ -18,6 +18,7 @@ from telegrad import rpc
 from telegrad.errors import NotInitialized
 from telegrad.nn import owner_side
 from telegrad.nn.unsupported import refusal, refuses_unsupported
+from telegrad.rpc.current import current_agent
 from telegrad.wire.codec import register_reducer
 
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
@@ -185,15 +186,15 @@ class _RemoteModule(nn.Module):
         return super().__getattr__(name)
 
     def _place(self, remote_device: str) -> None:
-        if not rpc._is_current_rpc_agent_set():
+        agent = current_agent()
+        if agent is None:
             raise NotInitialized("RemoteModule only works in RPC. Call init_rpc in this process first")
         place = _remote_device(remote_device)
         named = place.worker_name() if place.worker_name() is not None else place.rank()
         # A bare device is one of this worker's own.
-        self.on = named if named is not None else rpc.get_worker_info().name
+        self.on = named if named is not None else agent.info.name
         self.device = str(place.device())
-        agent = rpc._get_current_rpc_agent()
-        self.is_device_map_set = bool(agent._get_device_map(agent.get_worker_info(self.on)))
+        self.is_device_map_set = bool(agent.options.device_maps.get(agent.find(self.on).name))
         self.is_scriptable = False
         self.generated_methods = (forward_async, forward)
 
