@@ -1,0 +1,104 @@
+"""Every error Telegrad raises, as one tree. Each says who, what, and what to do next.
+
+    TelegradError (RuntimeError)
+    |-- NotInitialized            no agent runs in this process: call init_rpc first
+    |-- AlreadyInitialized        init_rpc without shutdown in between
+    |-- RendezvousError           the workers did not find each other, or clash (names, ranks, versions)
+    |-- ShutdownError             a graceful shutdown could not complete: names who is missing and what is outstanding
+    |-- UnknownWorker (ValueError)         no such name, rank or id
+    |-- RpcTimeout (TimeoutError)  a deadline passed: names what was waited for
+    |-- WorkerDied (ConnectionError)       a worker closed or fell silent: names it and what it was asked
+    |-- AuthenticationError       a peer could not prove that it knows the job's secret
+    |-- ProtocolError             a peer sent bytes that are not a valid message; that connection is closed
+    |-- SerializationError (TypeError)     a function, argument or result cannot be sent
+    |-- RemoteError               a remote exception whose own type could not be rebuilt here
+    |-- RRefError                 a reference was used in a way, place or time it cannot serve
+    `-- AutogradError             contexts and backward passes
+        |-- ContextNotFound       the id never existed here, or its context has ended
+        |-- ContextFailed         the context lost a participant: names it
+        `-- GradientMismatch      a gradient does not fit the tensor it belongs to
+
+The builtin in brackets is a second base, so that a program written for `except TimeoutError`, or for the RuntimeError
+that torch raises, keeps working. An exception raised by a user's function on another worker arrives as its own type
+wherever that can be rebuilt; only what cannot be becomes `RemoteError`.
+"""
+
+
+class TelegradError(RuntimeError):
+    """Base of all errors that are Telegrad's own."""
+
+
+class NotInitialized(TelegradError):
+    """No agent runs in this process."""
+
+
+class AlreadyInitialized(TelegradError):
+    """`init_rpc` was called while an agent is still running in this process."""
+
+
+class RendezvousError(TelegradError):
+    """The workers did not find each other before the deadline, or two of them clash."""
+
+
+class ShutdownError(TelegradError):
+    """A graceful shutdown ended at its deadline; the agent is down all the same."""
+
+
+class UnknownWorker(TelegradError, ValueError):
+    """No worker of that name, rank or id belongs to the job."""
+
+
+class RpcTimeout(TelegradError, TimeoutError):
+    """A deadline passed before what was waited for arrived."""
+
+
+class WorkerDied(TelegradError, ConnectionError):
+    """A worker closed its connection or fell silent while something waited on it."""
+
+    def __init__(self, message: str, *, worker: str = "", incarnation: int = 0) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.incarnation = incarnation
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_worker_died, (str(self), self.worker, self.incarnation)
+
+
+def _rebuild_worker_died(message: str, worker: str, incarnation: int) -> WorkerDied:
+    return WorkerDied(message, worker=worker, incarnation=incarnation)
+
+
+class AuthenticationError(TelegradError):
+    """A peer could not prove that it knows the job's secret."""
+
+
+class ProtocolError(TelegradError):
+    """A peer sent bytes that are not a valid message."""
+
+
+class SerializationError(TelegradError, TypeError):
+    """A function, argument or result cannot be sent to another worker."""
+
+
+class RemoteError(TelegradError):
+    """A function failed on another worker with an exception whose type cannot be rebuilt here."""
+
+
+class RRefError(TelegradError):
+    """A remote reference was used in a way, place or time it cannot serve."""
+
+
+class AutogradError(TelegradError):
+    """Base of what goes wrong with contexts and backward passes."""
+
+
+class ContextNotFound(AutogradError):
+    """The context id never existed on this worker, or the context has ended."""
+
+
+class ContextFailed(AutogradError):
+    """The context lost a participant and can no longer be used."""
+
+
+class GradientMismatch(AutogradError):
+    """A gradient does not fit the tensor it belongs to: number, shape, dtype or device."""

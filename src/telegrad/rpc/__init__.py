@@ -1,0 +1,65 @@
+"""Calls to other workers: who they are, how to call them, and how it begins and ends.
+
+The names are those of `torch.distributed.rpc`. Remote references live in the layer above and are found here lazily, so
+that `rpc.RRef` and `rpc.remote` work as they do in torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from telegrad.rpc import functions
+from telegrad.rpc.calls import rpc_async, rpc_sync
+from telegrad.rpc.current import require_agent
+from telegrad.rpc.futures import Future
+from telegrad.rpc.lifecycle import init_rpc, shutdown
+from telegrad.rpc.options import RpcBackendOptions, as_timeout
+from telegrad.rpc.workers import WorkerInfo
+
+if TYPE_CHECKING:
+    from telegrad.rref.reference import RRef, remote
+
+__all__ = [
+    "Future",
+    "RRef",
+    "RpcBackendOptions",
+    "WorkerInfo",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "set_rpc_timeout",
+    "shutdown",
+]
+
+_FROM_ABOVE = {"RRef": "telegrad.rref", "remote": "telegrad.rref"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM_ABOVE:
+        return getattr(importlib.import_module(_FROM_ABOVE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def is_available() -> bool:
+    """Whether calls can be made on this platform; always true where Telegrad can be imported."""
+    return True
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """The WorkerInfo of a worker, by default of this one."""
+    agent = require_agent()
+    return agent.info if worker_name is None else agent.find(worker_name).info
+
+
+def get_rpc_timeout() -> float:
+    """Seconds a call may take unless it says otherwise."""
+    return require_agent().rpc_timeout
+
+
+def set_rpc_timeout(seconds: float) -> None:
+    """Change the default timeout of calls from this worker."""
+    require_agent().rpc_timeout = as_timeout(seconds)

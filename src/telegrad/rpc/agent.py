@@ -1,0 +1,439 @@
+"""The agent of one worker: it owns the threads, the links to other workers and the sessions of theirs.
+
+It moves messages and knows none of their meanings: layers above register a handler for each message they define, hooks
+that see every call going out, and functions to call when a worker is lost.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from telegrad.errors import AuthenticationError, NotInitialized, ProtocolError, TelegradError, UnknownWorker, WorkerDied
+from telegrad.ids import Incarnation, WorkerId
+from telegrad.rpc.crew import Crew
+from telegrad.rpc.dialling import Acceptor, dial, main_fingerprint
+from telegrad.rpc.futures import Future
+from telegrad.rpc.health import Health
+from telegrad.rpc.keeper import Keeper
+from telegrad.rpc.link import Link
+from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.packing import unpack_from
+from telegrad.rpc.pending import FOREVER, Slot
+from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
+from telegrad.rpc.rendezvous import MeetingPlace
+from telegrad.rpc.session import Request, Session
+from telegrad.rpc.workers import Directory, Member, WorkerInfo
+from telegrad.transport.addresses import Listeners
+from telegrad.transport.connection import Connection
+from telegrad.transport.handshake import Hello, Welcome
+from telegrad.wire.codec import Packed
+from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.messages import AnyMessage, ExceptionReply, Goodbye
+from telegrad.wire.tensors import describe, rebuild
+
+log = logging.getLogger("telegrad.rpc")
+
+Handler = Callable[[Request], None]
+# What a layer above makes of the reply of a call it wrapped: the inner reply, and the tensors to unpack it with.
+OnReply = Callable[[AnyMessage, list[torch.Tensor]], tuple[AnyMessage, list[torch.Tensor]]]
+# Sees a call going out, with its tensors; returns the wrapped call and what to do with the reply, or None.
+CallHook = Callable[[WorkerId, AnyMessage, list[torch.Tensor]], tuple[AnyMessage, OnReply] | None]
+
+_NOTHING = Packed(b"", [])
+
+
+class Agent:
+    """One worker's end of everything. Several agents can live in one process; `rpc` holds the current one."""
+
+    def __init__(
+        self,
+        member: Member,
+        secret: bytes,
+        options: RpcBackendOptions,
+        listeners: Listeners,
+        place: MeetingPlace | None = None,
+    ) -> None:
+        self.member = member
+        self.info = member.info
+        self.options = options
+        self.rpc_timeout = options.rpc_timeout
+        self.directory = Directory()
+        self.directory.update([member])
+        self.place = place
+        self.crew = Crew(f"telegrad-{member.name}", options.num_worker_threads)
+        self.keeper = Keeper(f"telegrad-{member.name}")
+        self.health = Health(self)
+        self.handlers: dict[type[Any], Handler] = {}
+        self.call_hooks: list[CallHook] = []
+        self.on_death: list[Callable[[Member], None]] = []
+        self.before_shutdown: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []
+        self.missing_at: Callable[[str], list[str]] = lambda _: []
+        self.world_size: int | None = None
+        self.event_loop: Any = None  # for coroutines; made by the first
+        self.calls_made = 0
+        self.calls_served = 0
+        self.closing = False
+        self._secret = secret
+        self._main = main_fingerprint()
+        self._lock = threading.Lock()
+        self._links: dict[WorkerId, Link] = {}
+        self._link_numbers = 0
+        self._sessions: dict[tuple[int, int, int], Session] = {}
+        self._dead: dict[int, WorkerDied] = {}  # by incarnation
+        self._acceptor = Acceptor(listeners, secret, options, self.crew, self.keeper, self._admit, self._admitted)
+
+    def __repr__(self) -> str:
+        return f"<Agent {self.info.name!r}: {len(self._links)} links, {len(self._sessions)} sessions>"
+
+    def start(self) -> None:
+        """Start the threads and begin to accept connections."""
+        self.crew.start()
+        self.keeper.start()
+        self._acceptor.start()
+
+    # --- who ---
+
+    def find(self, to: str | int | WorkerInfo) -> Member:
+        """The member meant by a name, an id or a WorkerInfo; asks the meeting place about one not yet known."""
+        member = self._known(to)
+        if member is None and self.place is not None and not self.closing:
+            self.look_for_news()
+            member = self._known(to)
+        if member is None:
+            raise self.directory.unknown(to)
+        return member
+
+    def _known(self, to: str | int | WorkerInfo) -> Member | None:
+        if isinstance(to, str):
+            return self.directory.by_name(to)
+        if isinstance(to, WorkerInfo):
+            member = self.directory.by_id(to.id)
+            return member if member is not None and member.name == to.name else None
+        if isinstance(to, int) and not isinstance(to, bool):
+            return self.directory.by_id(to)
+        raise TypeError(f"a worker is named by its name, its rank or its WorkerInfo, got {to!r}")
+
+    def look_for_news(self) -> None:
+        """Read what others published since the last time."""
+        if self.place is None:
+            return
+        try:
+            self.learn(self.place.news())
+        except RuntimeError as error:
+            log.debug("the meeting place does not answer: %s", error)
+
+    def learn(self, members: Sequence[Member]) -> None:
+        """Take in records of members."""
+        for gone in self.directory.update(members):
+            if gone.incarnation != self.member.incarnation:
+                self.lost(gone, f"worker {gone.name!r} has left, or was started again")
+
+    def wait_for_return(self, member: Member, seconds: float) -> None:
+        """Wait until a worker that died is back under its name; raises what ended it at the deadline."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.look_for_news()
+            known = self.directory.by_name(member.name)
+            if known is not None and known.incarnation != member.incarnation:
+                return
+            if time.monotonic() >= deadline or self.closing:
+                raise self._dead[member.incarnation]
+            time.sleep(0.02)
+
+    # --- links ---
+
+    def link(self, member: Member) -> Link:
+        """The link to this incarnation of a worker."""
+        link = self._links.get(member.worker_id)
+        if link is not None and link.member.incarnation == member.incarnation:
+            return link
+        if self.closing:
+            raise NotInitialized(f"worker {self.info.name!r} is shutting down; nothing can be asked of {member.name!r} now")
+        with self._lock:
+            link = self._links.get(member.worker_id)
+            if link is None or link.member.incarnation != member.incarnation:
+                self._link_numbers += 1
+                link = Link(self, member, self._link_numbers)
+                if member.incarnation in self._dead:
+                    link.dead = self._dead[member.incarnation]
+                self._links[member.worker_id] = link
+            return link
+
+    def dial(self, member: Member, number: int, on_blocked: Callable[[], None]) -> tuple[Connection, bool]:
+        """A new connection for a link, and whether functions of `__main__` must be sent whole over it."""
+        hello = Hello(
+            self.member.worker_id,
+            self.info.name,
+            self.member.incarnation,
+            member.incarnation,
+            number,
+            self.options.shared_memory,
+            self._main,
+        )
+        deadline = time.monotonic() + self.options.connect_timeout
+        try:
+            connection, welcome = dial(member, hello, self._secret, self.options, deadline, on_blocked)
+        except (AuthenticationError, ProtocolError) as error:
+            raise type(error)(f"connecting to worker {member.name!r}: {error}") from error
+        except OSError as error:
+            if isinstance(error, WorkerDied):
+                raise
+            raise self.health.unreachable(member, error) from error
+        return connection, welcome.main_module != self._main
+
+    def links(self) -> list[Link]:
+        """All links there are."""
+        with self._lock:
+            return list(self._links.values())
+
+    def sessions(self) -> list[Session]:
+        """All sessions there are."""
+        with self._lock:
+            return list(self._sessions.values())
+
+    # --- asking ---
+
+    def send(
+        self,
+        member: Member,
+        message: AnyMessage,
+        packed: Packed = _NOTHING,
+        *,
+        timeout: float,
+        what: Callable[[], str],
+        complete: Callable[[Slot], None] | None = None,
+        future: Future[Any] | None = None,
+        whole: AnyMessage | None = None,
+    ) -> Slot:
+        """Send a request; its slot is completed by `complete`, or waited for with `wait`."""
+        tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
+        if tensors and any(t.device for t in tensors):
+            tensors = self._map_devices(member, tensors)
+        slot = Slot(what, timeout, time.monotonic() + timeout if timeout else FOREVER)
+        slot.complete = complete
+        slot.future = future
+        link = self.link(member)
+        if future is not None:
+            future.help = lambda: link.wait(slot)
+        link.request(slot, message, packed.payload, tensors, segments, whole)
+        return slot
+
+    def ask(self, member: Member, message: AnyMessage, *, timeout: float, what: Callable[[], str]) -> AnyMessage:
+        """A control request and its reply."""
+        slot = self.send(member, message, timeout=timeout, what=what)
+        self.link(member).wait(slot)
+        return self.reply_frame(slot).message
+
+    def notify(self, member: Member, message: AnyMessage) -> None:
+        """A notice, which has no reply."""
+        self.link(member).notify(message)
+
+    def reply_frame(self, slot: Slot) -> Frame:
+        """The frame of a slot that is done; raises what went wrong."""
+        if slot.error is not None:
+            raise slot.error
+        frame = slot.frame
+        assert frame is not None
+        if frame.kind == Kind.FAILURE:
+            if type(frame.message) is not ExceptionReply:
+                raise ProtocolError(f"a failure came without an exception: {frame}")
+            tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
+            raise rebuild_exception(frame.message, frame.payload, tensors)
+        return frame
+
+    def value(self, slot: Slot, member: Member, on_reply: OnReply | None = None) -> Any:
+        """The value that `member` sent as the reply of a call."""
+        frame = self.reply_frame(slot)
+        slot.frame = None  # the memory of its tensors belongs to them alone
+        tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
+        if on_reply is not None:
+            _, tensors = on_reply(frame.message, tensors)
+        return unpack_from(self, member, frame.payload, tensors) if len(frame.payload) else None
+
+    def complete(self, slot: Slot) -> None:
+        """Complete a slot from a thread that must not run a user's callbacks."""
+        assert slot.complete is not None
+        if slot.future is not None and slot.future.has_callbacks and not self.closing:
+            complete = slot.complete
+            self.crew.submit(lambda: complete(slot))
+        else:
+            slot.complete(slot)
+
+    def _map_devices(self, member: Member, tensors: Sequence[Any]) -> list[Any]:
+        device_map = self.options.device_maps.get(member.name, {})
+        mapped = []
+        for spec in tensors:
+            if spec.device and spec.device != "meta":
+                target = device_map.get(torch.device(spec.device))
+                if target is None:
+                    raise RuntimeError(
+                        f"TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU "
+                        f"before sending them over RPC, or call `set_device_map` on the options to map {spec.device} to a "
+                        f"device of worker {member.name!r}"
+                    )
+                spec = type(spec)(**{**{f: getattr(spec, f) for f in spec.__struct_fields__}, "device": str(target)})  # noqa: PLW2901
+            mapped.append(spec)
+        return mapped
+
+    # --- serving ---
+
+    def serve(self, request: Request) -> None:
+        """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
+        handler = self.handlers.get(type(request.message))
+        self.calls_served += 1
+        try:
+            if handler is None:
+                raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
+            handler(request)
+        except Exception as error:
+            self.fail(request, error)
+
+    def received(self, request: Request) -> list[torch.Tensor]:
+        """The tensors that came with a request."""
+        frame = request.frame
+        tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
+        # The frame must not keep their memory: it belongs to the tensors alone.
+        frame.buffers = []
+        frame.data = None
+        return tensors if request.on_tensors is None else request.on_tensors(tensors)
+
+    def reply(self, request: Request, message: AnyMessage, packed: Packed = _NOTHING) -> None:
+        """Answer a request."""
+        if request.frame.kind == Kind.NOTICE:
+            return
+        try:
+            if request.on_reply is not None:
+                message = request.on_reply(message, packed.tensors)
+            tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
+            if tensors and any(t.device for t in tensors):
+                tensors = self._map_devices_back(request.caller, tensors)
+        except Exception as error:
+            self.fail(request, error)
+            return
+        request.session.reply(Kind.REPLY, request.frame.request_id, message, packed.payload, tensors, segments)
+
+    def _map_devices_back(self, caller: Member, tensors: Sequence[Any]) -> list[Any]:
+        return self._map_devices(caller, tensors)
+
+    def fail(self, request: Request, error: BaseException) -> None:
+        """Answer a request with an error."""
+        if request.frame.kind == Kind.NOTICE:
+            log.warning("a %s of %s failed: %s", type(request.message).__name__, request.caller.name, error)
+            return
+        request.session.reply(Kind.FAILURE, request.frame.request_id, *describe_exception(error, self.info))
+
+    def note_activity(self) -> None:
+        """A session is being served: see that no thread keeps it for long."""
+        self.health.watch()
+
+    # --- accepting ---
+
+    def _admit(self, hello: Hello) -> Welcome:
+        if hello.wanted_incarnation not in (0, self.member.incarnation):
+            raise AuthenticationError(
+                f"worker {self.info.name!r} was started again (its incarnation is {self.member.incarnation}, "
+                f"not {hello.wanted_incarnation})"
+            )
+        if self.closing:
+            raise AuthenticationError(f"worker {self.info.name!r} is shutting down")
+        key = (hello.worker_id, hello.incarnation, hello.link)
+        shared = hello.shared_memory and self.options.shared_memory
+        return Welcome(
+            self.member.worker_id, self.info.name, self.member.incarnation, key in self._sessions, shared, self._main
+        )
+
+    def _admitted(self, hello: Hello, welcome: Welcome, connection: Connection) -> None:
+        key = (hello.worker_id, hello.incarnation, hello.link)
+        with self._lock:
+            session = self._sessions.get(key)
+            if session is None:
+                known = self.directory.by_id(hello.worker_id)
+                if known is None or known.incarnation != hello.incarnation:
+                    known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
+                session = self._sessions[key] = Session(self, known, hello.main_module != self._main)
+        session.attach(connection)
+
+    # --- the end of others ---
+
+    def link_lost(self, link: Link) -> None:
+        """A connection this worker had dialled ended."""
+        if self.closing:
+            link.close()
+        else:
+            self.crew.submit(lambda: self.health.revive(link))
+
+    def session_lost(self, session: Session) -> None:
+        """A connection another worker had dialled ended."""
+        if not self.closing:
+            self.health.caller_lost(session)
+
+    def said_goodbye(self, member: Member) -> None:
+        """A worker left on purpose."""
+        self.lost(member, f"worker {member.name!r} has shut down", departed=True)
+
+    def lost(self, member: Member, why: str, departed: bool = False) -> None:
+        """A worker is gone: everything that waits on it ends now."""
+        with self._lock:
+            if member.incarnation in self._dead:
+                return
+            error = WorkerDied(
+                f"{why} (incarnation {member.incarnation:x}). What it held is lost; repeat the work on another worker, or "
+                "after it was started again.",
+                worker=member.name,
+                incarnation=member.incarnation,
+            )
+            self._dead[member.incarnation] = error
+            link = self._links.get(member.worker_id)
+            sessions = [key for key in self._sessions if key[1] == member.incarnation]
+            closed = [self._sessions.pop(key) for key in sessions]
+        if not departed and not self.closing:
+            log.warning("%s", why)
+        if link is not None and link.member.incarnation == member.incarnation:
+            link.fail(error)
+        for session in closed:
+            session.close()
+        for react in self.on_death:
+            try:
+                react(member)
+            except Exception:
+                log.exception("reacting to the loss of %s failed", member.name)
+
+    def is_dead(self, member: Member) -> bool:
+        """Whether this incarnation of a worker is known to be gone."""
+        return member.incarnation in self._dead
+
+    # --- the end of this one ---
+
+    def under_way(self) -> list[str]:
+        """What this worker asked without a reply yet, and what others asked that runs here; waits at barriers aside."""
+        asked = [slot.what() for link in self.links() for slot in link.pending.snapshot()]
+        served = [what for session in self.sessions() for what in session.under_way()]
+        return asked + served
+
+    def close(self, farewell: bool = True) -> None:
+        """End everything this agent owns."""
+        with self._lock:
+            if self.closing:
+                return
+            self.closing = True
+        for layer in self.on_close:
+            layer()
+        if farewell:
+            for session in self.sessions():
+                session.farewell(Goodbye(self.member.incarnation))
+        self._acceptor.close()
+        for link in self.links():
+            link.close()
+        for session in self.sessions():
+            session.close()
+        self.keeper.close()
+        self.crew.close()
+        self._links.clear()
+        self._sessions.clear()
+
+

@@ -1,0 +1,184 @@
+"""The crew: the threads of one agent that wait for its connections and run what arrives.
+
+All of them wait on one epoll descriptor. A connection is armed for one event at a time, so the kernel itself picks the
+thread that handles it and nobody hands anything over. At least one thread is always left waiting: when the last one is
+taken by an event, another joins, up to the limit, above which only sleeping threads do not count.
+"""
+
+import logging
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+
+log = logging.getLogger("telegrad.rpc")
+
+_ONCE = select.EPOLLIN | select.EPOLLONESHOT
+_IDLE_SECONDS = 10.0
+_KEEP_IDLE = 2
+
+
+class Crew:
+    """Threads that handle events of descriptors and tasks submitted from anywhere."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = max(2, limit)
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
+        self._sleeping = 0
+        self._closed = False
+        self.handled = 0  # events and tasks, for the keeper to see whether there is progress
+
+    def start(self) -> None:
+        """Start the first threads."""
+        for _ in range(_KEEP_IDLE):
+            self._hire()
+
+    # --- descriptors ---
+
+    def watch(self, fd: int, handler: Callable[[], None], *, armed: bool) -> None:
+        """Call `handler` in a crew thread when `fd` is readable, once for each time it is armed."""
+        self._handlers[fd] = handler
+        self._epoll.register(fd, _ONCE if armed else 0)
+
+    def arm(self, fd: int) -> None:
+        """Wait for the next event of `fd`."""
+        try:
+            self._epoll.modify(fd, _ONCE)
+        except (FileNotFoundError, ValueError, OSError):
+            pass  # closed meanwhile: whoever closed it has dealt with its end
+
+    def disarm(self, fd: int) -> None:
+        """A thread is reading `fd` itself."""
+        try:
+            self._epoll.modify(fd, 0)
+        except (FileNotFoundError, ValueError, OSError):
+            pass
+
+    def forget(self, fd: int) -> None:
+        """Stop watching `fd`; to be called before it is closed."""
+        self._handlers.pop(fd, None)
+        try:
+            self._epoll.unregister(fd)
+        except (FileNotFoundError, ValueError, OSError):
+            pass
+
+    # --- tasks ---
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run `task` in a crew thread."""
+        self._tasks.append(task)
+        if not self._closed:
+            os.eventfd_write(self._bell, 1)
+
+    # --- threads ---
+
+    def sleeping(self, change: int) -> None:
+        """A thread of the crew begins (+1) or ends (-1) to wait for somebody else."""
+        with self._lock:
+            self._sleeping += change
+            short = change > 0 and self._idle == 0
+        if short:
+            self._hire()
+
+    def relieve(self) -> None:
+        """Add a thread although the limit is reached: for the keeper, when nothing moves."""
+        with self._lock:
+            needed = self._idle == 0 and not self._closed
+        if needed:
+            self._hire(beyond=True)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no thread is left to take the next event."""
+        return self._idle == 0
+
+    @property
+    def busy(self) -> int:
+        """Threads that are handling something."""
+        return len(self._threads) - self._idle
+
+    def _hire(self, beyond: bool = False) -> None:
+        with self._lock:
+            working = len(self._threads) - self._idle - self._sleeping
+            if self._closed or (not beyond and working > self._limit):
+                return
+            thread = threading.Thread(target=self._work, name=f"{self._name}-crew", daemon=True)
+            self._threads.add(thread)
+            self._idle += 1
+        thread.start()
+
+    def _work(self) -> None:
+        try:
+            while self._wait_and_handle():
+                pass
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def _wait_and_handle(self) -> bool:
+        """One event, from idle to idle. False when this thread should end."""
+        try:
+            events = self._epoll.poll(_IDLE_SECONDS, 1)
+        except (ValueError, OSError):  # the crew was closed
+            events = []
+        with self._lock:
+            self._idle -= 1
+            if self._closed or (not events and self._idle >= _KEEP_IDLE):
+                return False
+            alone = self._idle == 0
+        if events:
+            if alone:
+                self._hire()
+            self.handled += 1
+            self._handle(events[0][0])
+        with self._lock:
+            self._idle += 1
+        return True
+
+    def _handle(self, fd: int) -> None:
+        try:
+            if fd == self._bell:
+                self._run_task()
+            else:
+                handler = self._handlers.get(fd)
+                if handler is not None:
+                    handler()
+        except Exception:
+            log.exception("a crew thread of %s met an unexpected error; it goes on", self._name)
+
+    def _run_task(self) -> None:
+        # The bell stays rung until the queue is empty, so that idle threads come for the other tasks.
+        try:
+            task = self._tasks.popleft()
+        except IndexError:
+            try:
+                os.eventfd_read(self._bell)
+            except BlockingIOError:
+                return
+            if self._tasks:  # one came between the two
+                os.eventfd_write(self._bell, 1)
+            return
+        task()
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Stop handling events and wait a moment for the threads, but not for those that run user code."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+        os.eventfd_write(self._bell, 1)
+        here = threading.current_thread()
+        for thread in threads:
+            if thread is not here:
+                thread.join(timeout if self._idle else 0.05)
+        self._handlers.clear()
+        self._epoll.close()
+        os.close(self._bell)

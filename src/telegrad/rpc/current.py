@@ -1,0 +1,36 @@
+"""The agent of this process. A forked child starts without one: the threads of its parent's did not come along."""
+
+import os
+
+from telegrad.errors import NotInitialized
+from telegrad.rpc.agent import Agent
+
+
+class _Current:
+    agent: Agent | None = None
+
+
+_current = _Current()
+
+
+def current_agent() -> Agent | None:
+    """The running agent, or None."""
+    return _current.agent
+
+
+def require_agent() -> Agent:
+    """The running agent; NotInitialized if there is none."""
+    agent = _current.agent
+    if agent is None:
+        raise NotInitialized(
+            "RPC has not been initialized. Call torch.distributed.rpc.init_rpc (or telegrad.rpc.init_rpc) first."
+        )
+    return agent
+
+
+def set_current_agent(agent: Agent | None) -> None:
+    """Install an agent, or none."""
+    _current.agent = agent
+
+
+os.register_at_fork(after_in_child=lambda: set_current_agent(None))

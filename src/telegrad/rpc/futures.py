@@ -1,0 +1,113 @@
+"""The future of a call: a `torch.futures.Future` that can be awaited, helps its own reply in, and is not lost silently.
+
+A plain torch future only sleeps in `wait`. This one knows the link its reply will come on, so the waiting thread reads
+the reply itself and no other thread has to wake up for it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar, cast
+
+import torch
+
+from telegrad.rpc.blocking import blocking
+
+log = logging.getLogger("telegrad.rpc")
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Future(torch.futures.Future[T]):
+    """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`."""
+
+    def __init__(self, *, devices: list[Any] | None = None, what: str = "a call") -> None:
+        torch._C.Future.__init__(self, [torch.device(d) for d in devices] if devices else [])
+        self.what = what
+        # Reads replies until this future is done; owned by the link, dropped at completion.
+        self.help: Callable[[], None] | None = None
+        self.has_callbacks = False
+        self._failure: _Failure | None = None
+
+    def wait(self) -> T:
+        """The value, when it is there; raises what the call raised."""
+        if not self.done():
+            help_in = self.help
+            if help_in is not None:
+                help_in()
+            if not self.done():
+                with blocking():
+                    return cast(T, torch._C.Future.wait(self))
+        return cast(T, torch._C.Future.wait(self))
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> "Future[S]":
+        """A future of what `callback` returns once this one is done."""
+        child: Future[S] = Future(what=f"a callback on {self.what}")
+
+        def run(_: object) -> None:
+            try:
+                child.set_result(callback(self))
+            except Exception as error:
+                text = f"Got the following error when running the callback: {type(error).__name__}: {error}"
+                failure = RuntimeError(text)
+                failure.__cause__ = error
+                child.set_exception(failure)
+
+        self.add_done_callback(run)
+        return child
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Run `callback` with this future when it is done; at once if it is."""
+        self.has_callbacks = True
+        if self._failure is not None:
+            self._failure.seen = True
+        torch._C.Future.add_done_callback(self, lambda _: callback(self))
+
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+        """Complete with an error, which `wait` and `value` will raise."""
+        if not isinstance(result, BaseException):
+            raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
+        self._failure = failure = _Failure(self.has_callbacks)
+
+        def unwrap(error: BaseException) -> None:
+            failure.seen = True
+            raise error
+
+        torch._C.Future._set_unwrap_func(self, unwrap)
+        self.help = None
+        torch._C.Future.set_result(self, result)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def finished(_: object) -> None:
+            # The loop may be gone by the time the reply comes; nobody waits for it then.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(finished)
+        yield from done.__await__()
+        return self.value()
+
+    def __del__(self) -> None:
+        failure = self.__dict__.get("_failure")
+        if failure is not None and not failure.seen:
+            try:
+                torch._C.Future.wait(self)
+            except BaseException as error:
+                log.warning("%s failed, and its future went away without anyone asking: %s", self.what, error)
+
+
+class _Failure:
+    """Whether anybody looked at the error of a failed future."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self, seen: bool) -> None:
+        self.seen = seen

@@ -1,0 +1,142 @@
+"""Who lives: tells a lost connection from a lost worker, a slow worker from a dead one, and a stuck thread from a busy one.
+
+A connection that ends is dialled again at once: a living worker answers, a dead one's address refuses. A worker that
+owes an answer and says nothing is asked; one on this host that does not answer is looked up in the process table, so
+that a process that is merely busy is left alone and a stopped one is not waited for.
+"""
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from telegrad.errors import AuthenticationError, TelegradError, WorkerDied
+from telegrad.rpc.link import Link
+from telegrad.rpc.session import Session
+from telegrad.rpc.workers import Member
+from telegrad.transport.addresses import UNIX, host_identity
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+
+log = logging.getLogger("telegrad.rpc")
+
+_WATCH_SECONDS = 0.002
+_QUIET_LOOKS = 25  # looks without activity after which the watch rests
+_STUCK_LOOKS = 10  # looks without progress after which the crew gets one more thread
+_REDIAL_SECONDS = 0.05
+
+
+class Health:
+    """The watch of one agent over its threads and over its peers."""
+
+    def __init__(self, agent: "Agent") -> None:
+        self._agent = agent
+        self._watching = False
+        self._quiet = 0
+        self._stuck = 0
+        self._handled = 0
+        self._beating = False
+
+    # --- threads ---
+
+    def watch(self) -> None:
+        """Look after the sessions for a while."""
+        if not self._watching:
+            self._watching = True
+            self._quiet = 0
+            self._agent.keeper.at(time.monotonic() + _WATCH_SECONDS, self._look)
+
+    def _look(self) -> None:
+        crew = self._agent.crew
+        progress = crew.handled != self._handled
+        self._handled = crew.handled
+        served = False
+        for session in list(self._agent._sessions.values()):
+            served = session.relieve() or served
+        self._stuck = 0 if progress or not crew.exhausted else self._stuck + 1
+        if self._stuck >= _STUCK_LOOKS:
+            self._stuck = 0
+            crew.relieve()
+        self._quiet = 0 if progress or served or crew.exhausted else self._quiet + 1
+        if self._quiet < _QUIET_LOOKS:
+            self._agent.keeper.at(time.monotonic() + _WATCH_SECONDS, self._look)
+        else:
+            self._watching = False
+
+    # --- peers ---
+
+    def start_heartbeat(self) -> None:
+        """Begin to ask silent workers whether they live."""
+        if self._agent.options.heartbeat > 0 and not self._beating:
+            self._beating = True
+            self._beat()
+
+    def _beat(self) -> None:
+        agent = self._agent
+        if agent.closing:
+            return
+        interval = agent.options.heartbeat
+        now = time.monotonic()
+        for link in agent.links():
+            if not link.pending or link.dead is not None:
+                link.quiet_since = now
+                continue
+            silent = now - max(link.last_heard, link.quiet_since)
+            if silent > 3 * interval and not self._is_busy(link.member):
+                why = f"worker {link.member.name!r} has been silent for {silent:.1f} s and does not answer"
+                agent.crew.submit(lambda member=link.member, why=why: agent.lost(member, why))  # type: ignore[misc]
+            elif silent > interval:
+                link.ping()
+        agent.keeper.at(now + interval / 2, self._beat)
+
+    def _is_busy(self, member: Member) -> bool:
+        """Whether a silent worker is known to be running all the same: only the process table of its host can tell."""
+        here = host_identity()
+        if not any(a.kind == UNIX and a.host == here for a in member.addresses):
+            return False
+        with contextlib.suppress(OSError, IndexError):
+            with open(f"/proc/{member.pid}/stat") as stat:
+                state = stat.read().rpartition(")")[2].split()[0]
+            return state not in "TtZX"
+        return False
+
+    def unreachable(self, member: Member, error: OSError) -> WorkerDied:
+        """The error for a worker that does not answer at its addresses."""
+        return WorkerDied(
+            f"worker {member.name!r} does not answer at {', '.join(a.where for a in member.addresses)} ({error}). "
+            "It ended, or cannot be reached from here.",
+            worker=member.name,
+            incarnation=member.incarnation,
+        )
+
+    def revive(self, link: Link) -> None:
+        """Replace the lost connection of a link, or find that its worker is dead."""
+        agent = self._agent
+        deadline = time.monotonic() + 3 * max(agent.options.heartbeat, 0.1)
+        while not agent.closing and link.dead is None:
+            try:
+                link.resume()
+                return
+            except AuthenticationError as error:
+                agent.lost(link.member, f"worker {link.member.name!r} is gone: {error}")
+            except WorkerDied as error:
+                refused = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
+                if refused or time.monotonic() >= deadline:
+                    agent.lost(link.member, f"worker {link.member.name!r} ended: its connection closed and {error.__cause__}")
+                else:
+                    time.sleep(_REDIAL_SECONDS)
+            except TelegradError as error:
+                agent.lost(link.member, f"worker {link.member.name!r} cannot be reached again: {error}")
+
+    def caller_lost(self, session: Session) -> None:
+        """A worker that calls this one lost its connection. If it lives it will dial again; if not, we must know."""
+        agent = self._agent
+        member = agent.directory.by_id(session.member.worker_id) or session.member
+        if member.incarnation != session.member.incarnation or not member.addresses:
+            agent.lost(session.member, f"worker {session.member.name!r} closed its connection and was replaced")
+            return
+        link = agent.link(member)
+        if link.connected:
+            return  # its end will show there too
+        agent.crew.submit(lambda: self.revive(link))

@@ -1,0 +1,207 @@
+"""A call as it travels, and what happens to it on the other side.
+
+A function that both workers can find by name is sent once per link and is a number afterwards. Anything else callable
+(a bound method, a lambda, a partial) travels with its arguments. On arrival a function runs in the thread that read it;
+one that returns a Future or a coroutine is answered when that is done, and no thread waits for it.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from types import BuiltinFunctionType, CoroutineType, FunctionType
+from typing import Any
+
+import torch
+
+from telegrad.errors import ProtocolError
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.link import Link
+from telegrad.rpc.packing import pack_for, unpack_from
+from telegrad.rpc.session import Request, Session
+from telegrad.wire.codec import Packed, pack, unpack
+from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
+
+ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
+
+_BY_NAME = (FunctionType, BuiltinFunctionType, type)
+_MAX_FUNCTIONS = 4096
+_NOT_NUMBERED = 0
+
+Result = Callable[[Any], None]
+
+
+def pack_call(
+    agent: Agent, link: Link, func: Any, args: Any, kwargs: Any
+) -> tuple[int, bytes, bytes, Packed]:
+    """A call to be sent: number of the function, its definition if needed now, if sent again, and the arguments."""
+    args = tuple(args) if args else ()
+    if isinstance(func, _BY_NAME):
+        known = link.functions.get(func)
+        if known is None:
+            known = _define(link, func)
+            if known is not None:
+                number, definition = known
+                return number, definition, definition, pack_for(agent, link.member, (args, kwargs or {}), link.main_by_value)
+        else:
+            return known[0], b"", known[1], pack_for(agent, link.member, (args, kwargs or {}), link.main_by_value)
+    packed = pack_for(agent, link.member, (_sendable(func), args, kwargs or {}), link.main_by_value)
+    return _NOT_NUMBERED, b"", b"", packed
+
+
+def remember_function(link: Link, func: Any, number: int, definition: bytes) -> None:
+    """The call that defines `func` was sent: from now on its number is enough."""
+    if definition:
+        link.functions.setdefault(func, (number, definition))
+
+
+def _define(link: Link, func: Any) -> tuple[int, bytes] | None:
+    """A number and a definition for a function that can be found by name; None for any other."""
+    link.connection()  # the handshake tells whether both run the same program
+    if len(link.functions) >= _MAX_FUNCTIONS or "<" in getattr(func, "__qualname__", "<"):
+        return None
+    packed = pack(_sendable(func), main_by_value=link.main_by_value)
+    if packed.tensors:
+        return None
+    return link.next_function_number(), packed.payload
+
+
+class ScriptedFunction:
+    """A TorchScript function by its qualified name: it cannot be pickled, but both sides have compiled it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = torch.jit._state._python_cu.find_function(self.name)  # type: ignore[no-untyped-call]
+        if function is None:
+            raise AttributeError(f"this worker has not compiled the TorchScript function {self.name!r}: import its module")
+        return function(*args, **kwargs)
+
+
+def _sendable(func: Any) -> Any:
+    return ScriptedFunction(func.qualified_name) if isinstance(func, torch.jit.ScriptFunction) else func
+
+
+class _Definition:
+    """A function that has been named but not yet looked up."""
+
+    __slots__ = ("payload",)
+
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
+
+
+def resolve(session: Session, number: int, definition: bytes) -> Any:
+    """The function that a number stands for on this link."""
+    functions = session.functions
+    if definition:
+        # Noted before it is looked up, which may take long: the next call may already come by number.
+        functions.setdefault(number, _Definition(definition))
+    function = functions.get(number)
+    if function is None:
+        raise ProtocolError(f"call of function number {number}, which was never defined on this link")
+    if type(function) is _Definition:
+        function = functions[number] = unpack(function.payload, [])
+    return function
+
+
+def run_call(agent: Agent, request: Request, call: PythonCall | PythonRemoteCall, done: Result) -> None:
+    """Run the call of a request and give its result to `done`, now or later. Errors are raised or become the reply."""
+    # Numbers are settled first of all, in the order of arrival.
+    if call.function:
+        func = resolve(request.session, call.function, call.definition)
+        tensors = agent.received(request)
+        args, kwargs = unpack_from(agent, request.caller, request.frame.payload, tensors)
+    else:
+        tensors = agent.received(request)
+        func, args, kwargs = unpack_from(agent, request.caller, request.frame.payload, tensors)
+    # Nothing but the function itself may hold its arguments, so that their memory goes back as soon as it lets go.
+    request.frame.payload = b""
+    del tensors
+    if request.scope is None:
+        result = func(*args, **kwargs)
+    else:
+        with request.scope():
+            result = func(*args, **kwargs)
+    if isinstance(result, CoroutineType):
+        agent_loop(agent).run(result, done, lambda error: agent.fail(request, error))
+    elif hasattr(func, ASYNC_MARK):
+        del args, kwargs
+        _when_done(agent, request, func, result, done)
+    else:
+        del args, kwargs
+        done(result)
+
+
+def _when_done(agent: Agent, request: Request, func: Any, result: Any, done: Result) -> None:
+    if not isinstance(result, torch._C.Future):
+        raise TypeError(
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+            f"but {getattr(func, '__qualname__', func)} returned {type(result).__name__}"
+        )
+
+    def finish(future: Any) -> None:
+        try:
+            done(future.value())
+        except BaseException as error:
+            agent.fail(request, error)
+
+    result.add_done_callback(finish)
+
+
+def serve_call(agent: Agent, request: Request) -> None:
+    """The handler of `PythonCall`."""
+    message = request.message
+    assert type(message) is PythonCall
+    main_by_value = request.session.main_by_value
+
+    def done(result: Any) -> None:
+        agent.reply(request, PythonReply(), pack_for(agent, request.caller, result, main_by_value))
+
+    run_call(agent, request, message, done)
+
+
+class EventLoop:
+    """The asyncio loop of one agent, in a thread of its own, started when the first coroutine comes."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=f"telegrad-{agent.info.name}-asyncio", daemon=True)
+        self._thread.start()
+        agent.on_close.append(self.close)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], done: Result, failed: Callable[[BaseException], None]) -> None:
+        """Await a coroutine and pass on what comes of it."""
+
+        async def await_and_pass_on() -> None:
+            try:
+                done(await coroutine)
+            except BaseException as error:
+                failed(error)
+
+        asyncio.run_coroutine_threadsafe(await_and_pass_on(), self._loop)
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+
+_loops_lock = threading.Lock()
+
+
+def agent_loop(agent: Agent) -> EventLoop:
+    """The event loop of an agent."""
+    with _loops_lock:
+        if agent.event_loop is None:
+            agent.event_loop = EventLoop(agent)
+        return agent.event_loop  # type: ignore[no-any-return]

@@ -1,0 +1,267 @@
+"""The beginning and the end of an agent: `init_rpc` and `shutdown`.
+
+A graceful shutdown ends when all workers have reached it and nothing is under way anywhere: all meet at a barrier with
+a count of what they ever asked and served, and when two rounds in a row give the same sum, nothing moved in between.
+"""
+
+import atexit
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from telegrad.errors import AlreadyInitialized, RendezvousError, ShutdownError, TelegradError, WorkerDied
+from telegrad.ids import Incarnation, WorkerId
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.barrier import Book
+from telegrad.rpc.current import current_agent, require_agent, set_current_agent
+from telegrad.rpc.invoke import serve_call
+from telegrad.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
+from telegrad.rpc.rendezvous import MeetingPlace, open_store, wait_for_ranks
+from telegrad.rpc.session import Request
+from telegrad.rpc.workers import Member, check_id, check_name
+from telegrad.transport.addresses import Listeners
+from telegrad.wire.messages import Barrier, BarrierReply, PythonCall
+
+log = logging.getLogger("telegrad.rpc")
+
+_LOOPBACK = "127.0.0.1"
+_LOOK_SECONDS = 0.001
+
+# Layers above put themselves on every agent that starts: handlers, hooks, what to do at its end.
+layers: list[Callable[[Agent], None]] = []
+
+_lock = threading.Lock()
+_generation = 0
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Make this process a worker: it can then call the others and be called by them.
+
+    Args:
+        name: unique among the workers: letters, digits, `_`, `:` and `-`.
+        backend: accepted for compatibility; there is one backend.
+        rank: the id of this worker, from 0; in a job of open size it may be left out.
+        world_size: how many workers there are; None if they may come and go at any time.
+        rpc_backend_options: see `RpcBackendOptions`.
+
+    Returns when all `world_size` workers are there. RendezvousError at the deadline names those that are missing.
+    """
+    options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
+    if not isinstance(options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    check_name(name)
+    rank, world_size = _from_environment(options.init_method, rank, world_size)
+    if world_size is not None and not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of worker {name!r} is not within 0..{world_size - 1}")
+    with _lock:
+        if current_agent() is not None:
+            raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
+        agent = _start(name, rank, world_size, options)
+        set_current_agent(agent)
+
+
+def _from_environment(init_method: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
+    if init_method.startswith("env://") and world_size is None and rank < 0 and "WORLD_SIZE" in os.environ:
+        return int(os.environ.get("RANK", "-1")), int(os.environ["WORLD_SIZE"])
+    if world_size is not None and world_size <= 0:
+        raise ValueError(f"world_size must be positive, or None for a job of open size, got {world_size}")
+    return rank, world_size
+
+
+def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Agent:
+    global _generation  # noqa: PLW0603 - counts the agents of this process, under the lock
+    store = open_store(options.init_method, rank, world_size, options.rendezvous_timeout)
+    prefix = f"static/{_generation}" if world_size else "open"
+    _generation += 1
+    try:
+        place = MeetingPlace(store, prefix)
+        worker_id = rank if rank >= 0 else place.next_id()
+        check_id(worker_id)
+        secret = options.secret_bytes
+        listeners = Listeners(options.transports, (options.host or _LOOPBACK) if secret else _LOOPBACK)
+        if secret is None:
+            secret = place.agree_on_secret()
+    except RuntimeError as error:
+        if isinstance(error, TelegradError):
+            raise
+        raise RendezvousError(f"the meeting place {options.init_method!r} failed: {error}") from error
+    incarnation = Incarnation(random.SystemRandom().getrandbits(63) | 1)
+    member = Member(name, WorkerId(worker_id), incarnation, tuple(listeners.addresses), os.getpid())
+    agent = Agent(member, secret, options, listeners, place)
+    agent.world_size = world_size
+    _register(agent)
+    try:
+        agent.start()
+        for layer in layers:
+            layer(agent)
+        _meet(agent, place, member, world_size)
+        agent.health.start_heartbeat()
+    except BaseException:
+        agent.close(farewell=False)
+        raise
+    return agent
+
+
+def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | None) -> None:
+    before = place.news()
+    _check_clash(agent, before, member, world_size)
+    agent.learn([m for m in before if m.worker_id != member.worker_id])
+    place.publish(member)
+
+    def take(members: list[Member]) -> None:
+        _check_clash(agent, members, member, world_size)
+        agent.learn(members)
+
+    if world_size is None:
+        take(place.news())
+        return
+    wait_for_ranks(
+        place, take, lambda: {int(m.worker_id) for m in agent.directory.members()}, world_size, agent.options.rendezvous_timeout
+    )
+
+
+def _check_clash(agent: Agent, members: list[Member], mine: Member, world_size: int | None) -> None:
+    """Two workers of one name and different ranks are a mistake; the same rank again is a restart."""
+    names = {m.name: m for m in agent.directory.members()}
+    for member in members:
+        other = names.get(member.name)
+        if other is not None and other.worker_id != member.worker_id and not member.leaving and world_size is not None:
+            raise RendezvousError(
+                f"RPC worker name {member.name!r} is not unique: workers {other.worker_id} and {member.worker_id} both use it. "
+                "Give each worker a name of its own"
+            )
+        if not member.leaving:
+            names[member.name] = member
+
+
+def _register(agent: Agent) -> None:
+    book = Book()
+    book_lock = threading.Lock()
+    agent.handlers[PythonCall] = lambda request: serve_call(agent, request)
+
+    def settle() -> None:
+        with book_lock:
+            ready = book.complete(m.name for m in agent.directory.members() if not agent.is_dead(m))
+        for answer, total in ready:
+            answer(total)
+
+    def serve_barrier(request: Request) -> None:
+        message = request.message
+        assert type(message) is Barrier
+        with book_lock:
+            book.arrive(
+                message.key, message.worker, message.activity, lambda total: agent.reply(request, BarrierReply(total, ()))
+            )
+        settle()
+
+    def forget_dead(_: Member) -> None:
+        agent.crew.submit(settle)
+
+    agent.handlers[Barrier] = serve_barrier
+    agent.on_death.append(forget_dead)
+    agent.missing_at = lambda key: book.missing(key, (m.name for m in agent.directory.members() if not agent.is_dead(m)))
+
+
+def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
+    """Wait until every living worker has reached the barrier `key`; the sum of their activities."""
+    while True:
+        living = [m for m in agent.directory.members() if not agent.is_dead(m)]
+        keeper = min(living, key=lambda m: m.worker_id)
+        left = 0.0 if deadline == float("inf") else max(deadline - time.monotonic(), 1e-3)
+        try:
+            reply = agent.ask(
+                keeper, Barrier(key, agent.info.name, activity), timeout=left, what=lambda: f"reaching the barrier {key!r}"
+            )
+        except WorkerDied:
+            continue  # the next worker keeps the book
+        assert type(reply) is BarrierReply
+        return reply.activity
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """End this worker.
+
+    A graceful shutdown waits until all workers have called it and nothing is under way, up to `timeout` seconds (0: as
+    long as the others live); at the deadline it ends all the same and raises ShutdownError, which says who and what was
+    missing. Workers that died are not waited for. With `graceful=False` it ends at once.
+    """
+    agent = require_agent()
+    try:
+        if graceful:
+            _wait_for_all(agent, timeout)
+    finally:
+        with _lock:
+            if current_agent() is agent:
+                set_current_agent(None)
+        agent.close()
+
+
+def _wait_for_all(agent: Agent, timeout: float) -> None:
+    deadline = time.monotonic() + timeout if timeout else float("inf")
+    if agent.world_size is None:
+        _drain(agent, deadline, timeout)
+        for prepare in agent.before_shutdown:
+            prepare()
+        if agent.place is not None:
+            try:
+                agent.place.publish(Member(**{**_fields(agent.member), "leaving": True}))
+            except RuntimeError as error:
+                log.debug("the meeting place is gone: %s", error)
+        return
+    previous = -1
+    generation = 0
+    while True:
+        _drain(agent, deadline, timeout)
+        activity = agent.calls_made + agent.calls_served
+        try:
+            total = barrier(agent, f"shutdown/{generation}", activity, deadline)
+        except TimeoutError as error:
+            alive = ", ".join(m.name for m in agent.directory.members() if not agent.is_dead(m) and m is not agent.member)
+            raise ShutdownError(
+                f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s: not every worker has called shutdown. "
+                f"Still running: {alive}"
+            ) from error
+        if generation == 0:
+            for prepare in agent.before_shutdown:
+                prepare()
+        elif total == previous:
+            return
+        previous = total
+        generation += 1
+
+
+def _fields(member: Member) -> dict[str, Any]:
+    return {f: getattr(member, f) for f in member.__struct_fields__}
+
+
+def _drain(agent: Agent, deadline: float, timeout: float) -> None:
+    """Wait until nothing this worker asked or serves is under way (barriers of others do not count: they wait for us)."""
+    while True:
+        waiting = agent.under_way()
+        if not waiting:
+            return
+        if time.monotonic() >= deadline:
+            raise ShutdownError(
+                f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s; still under way: {', '.join(waiting[:10])}"
+            )
+        time.sleep(_LOOK_SECONDS)
+
+
+def _at_exit() -> None:
+    agent = current_agent()
+    if agent is not None:
+        set_current_agent(None)
+        agent.close()
+
+
+atexit.register(_at_exit)

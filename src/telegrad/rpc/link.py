@@ -1,0 +1,383 @@
+"""A link carries this worker's requests to one other worker, and brings the replies back.
+
+The thread that waits for a reply reads it itself: no other thread has to wake up for it. While one thread reads, others
+that wait on the same link sleep; the reader completes their slots as replies come and passes the reading on when its
+own is there. Replies nobody waits for in person (futures) are read by the crew.
+
+    IDLE      nothing is expected, or nobody looks
+    ARMED     the crew is told by the kernel when a reply comes
+    READING   a thread reads
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from telegrad.errors import ProtocolError, RpcTimeout, TelegradError, WorkerDied
+from telegrad.rpc.blocking import blocking
+from telegrad.rpc.pending import FOREVER, Pending, Slot
+from telegrad.rpc.spin import Spinner
+from telegrad.transport.connection import Connection
+from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.messages import Ack, AnyMessage, Goodbye, Ping
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+    from telegrad.rpc.workers import Member
+
+log = logging.getLogger("telegrad.rpc")
+
+IDLE, ARMED, READING = "idle", "armed", "reading"
+
+
+class Link:
+    """Requests to one incarnation of one worker."""
+
+    def __init__(self, agent: "Agent", member: "Member", number: int) -> None:
+        self.agent = agent
+        self.member = member
+        self.number = number
+        self.pending = Pending()
+        self.functions: dict[Any, tuple[int, bytes]] = {}  # what was sent once is a number afterwards
+        self.main_by_value = False
+        self.dead: WorkerDied | None = None
+        self.last_heard = 0.0
+        self.quiet_since = 0.0  # since when something is expected, for the heartbeat
+        self.sent = 0
+        self._ids = itertools.count(1)
+        self._last = 0
+        self._function_numbers = itertools.count(1)
+        self._connection: Connection | None = None
+        self._dial_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._state = IDLE
+        self._waiters: deque[Slot] = deque()
+        self._spinner = Spinner()
+        self._settled = threading.Event()  # clear while a lost connection is neither replaced nor given up
+        self._settled.set()
+
+    def __repr__(self) -> str:
+        return f"<Link to {self.member.name!r}: {len(self.pending)} pending, {self._state}>"
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self._connection is not None
+
+    def next_function_number(self) -> int:
+        """A number for a function that has none on this link yet."""
+        return next(self._function_numbers)
+
+    # --- sending ---
+
+    def connection(self) -> Connection:
+        """The connection, made if there is none yet."""
+        connection = self._connection
+        if connection is not None:
+            return connection
+        if self.dead is not None:
+            raise self.dead
+        with blocking(), self._dial_lock:
+            return self._connection if self._connection is not None else self._dial()
+
+    def _dial(self) -> Connection:
+        """Dial, and send what has no reply yet: the worker knows by the ids what it has already run."""
+        if self.dead is not None:
+            raise self.dead
+        connection, self.main_by_value = self.agent.dial(self.member, self.number, self._writing_waits)
+        try:
+            for slot in self.pending.snapshot():
+                message, payload, tensors, segments = slot.resend
+                connection.send(Kind.REQUEST, slot.request_id, 0, message, payload, tensors, segments)
+        except BaseException:
+            connection.close()
+            raise
+        self.last_heard = time.monotonic()
+        self.agent.crew.watch(connection.stream.fileno(), self._readable, armed=False)
+        self._connection = connection  # only now may others send: what came before is on its way
+        self._settled.set()
+        return connection
+
+    def request(
+        self,
+        slot: Slot,
+        message: AnyMessage,
+        payload: bytes = b"",
+        tensors: Sequence[Any] = (),
+        segments: Sequence[Any] = (),
+        whole: AnyMessage | None = None,
+    ) -> None:
+        """Send a request whose reply `slot` waits for. Errors of the sending itself are raised.
+
+        `whole` is the message to use if it must be sent again and nothing sent before can be relied on.
+        """
+        connection = self.connection()
+        slot.request_id = self._last = next(self._ids)
+        slot.resend = (whole or message, payload, tensors, segments)
+        # Count before sending: the reply may come first.
+        if self.pending.add(slot):
+            self.agent.keeper.at(slot.deadline, self.expire)
+        ack = self.pending.lowest(slot.request_id)
+        self.sent += 1
+        deadline = None if slot.deadline == FOREVER else slot.deadline
+        try:
+            connection.send(
+                Kind.REQUEST, slot.request_id, ack, message, payload, tensors, segments, deadline=deadline
+            )
+        except TimeoutError:
+            self.pending.take(slot.request_id)
+            raise self.timeout_error(slot) from None
+        except (OSError, ValueError):  # ValueError: closed by another thread meanwhile
+            self._lost(connection)
+            if self.dead is not None and self.pending.take(slot.request_id) is not None:
+                raise self.died(slot) from None
+        if slot.complete is not None:
+            self._arm()
+
+    def notify(self, message: AnyMessage) -> None:
+        """Send a notice: it has no reply, and a dead worker does not need it."""
+        try:
+            self.connection().send(Kind.NOTICE, 0, self.pending.lowest(0), message)
+        except (OSError, TelegradError):
+            log.debug("a notice to %s was not delivered: %s", self.member.name, message)
+
+    def _writing_waits(self) -> None:
+        # The peer may be busy writing to us: somebody must read while this thread waits to write.
+        self._arm()
+
+    # --- waiting ---
+
+    def wait(self, slot: Slot) -> None:
+        """Return when `slot` is done; raises RpcTimeout at its deadline."""
+        while not slot.done:
+            with self._lock:
+                if self._state == READING:
+                    if slot.wake is None:
+                        slot.wake = threading.Lock()
+                        slot.wake.acquire()
+                    self._waiters.append(slot)
+                    reads = False
+                else:
+                    if self._state == ARMED and self._connection is not None:
+                        self.agent.crew.disarm(self._connection.stream.fileno())
+                    self._state = READING
+                    reads = True
+            if reads:
+                try:
+                    self._read_until(slot)
+                finally:
+                    self._stop_reading()
+            else:
+                self._sleep_until_woken(slot)
+            if not slot.done and slot.deadline <= time.monotonic():
+                if self.pending.take(slot.request_id) is None:
+                    continue  # it is being completed by another thread this very moment
+                slot.done = True
+                raise self.timeout_error(slot)
+
+    def _sleep_until_woken(self, slot: Slot) -> None:
+        left = -1.0 if slot.deadline == FOREVER else max(0.0, slot.deadline - time.monotonic())
+        with blocking():
+            slot.wake.acquire(timeout=left)
+        with self._lock:
+            if slot in self._waiters:
+                self._waiters.remove(slot)
+
+    def _read_until(self, slot: Slot) -> None:
+        spinner = self._spinner
+        while not slot.done:
+            connection = self._connection
+            if connection is None:  # lost: the agent dials again, or finds that the worker is dead
+                left = slot.deadline - time.monotonic()
+                with blocking():
+                    self._settled.wait(max(0.0, min(left, 3600.0)))
+                if left <= 0:
+                    return
+                continue
+            if not spinner.wait(connection.stream.readable):
+                left = slot.deadline - time.monotonic()
+                if left <= 0:
+                    return
+                with blocking():
+                    ready = connection.stream.readable(min(left, 3600.0))
+                if not ready:
+                    continue
+            self._receive(connection, by_crew=False)
+
+    def _stop_reading(self) -> None:
+        with self._lock:
+            while self._waiters:
+                heir = self._waiters.popleft()
+                if not heir.done:
+                    self._state = IDLE
+                    heir.wake.release()
+                    return
+            if self._connection is not None and self.pending:
+                self._state = ARMED
+                self.agent.crew.arm(self._connection.stream.fileno())
+            else:
+                self._state = IDLE
+
+    def _arm(self) -> None:
+        with self._lock:
+            if self._state == IDLE and self._connection is not None:
+                self._state = ARMED
+                self.agent.crew.arm(self._connection.stream.fileno())
+
+    def _readable(self) -> None:
+        """The crew: the kernel says that a reply came."""
+        with self._lock:
+            connection = self._connection
+            if self._state != ARMED or connection is None:
+                return
+            self._state = READING
+        try:
+            self._receive(connection, by_crew=True)
+            while self.pending and self._spinner.wait(connection.stream.readable) and not connection.closed:
+                self._receive(connection, by_crew=True)
+        finally:
+            self._stop_reading()
+
+    # --- receiving ---
+
+    def _receive(self, connection: Connection, by_crew: bool) -> None:
+        try:
+            frames = connection.receive()
+        except (OSError, ValueError):
+            frames = None
+        except ProtocolError as error:
+            log.error("closing the connection to %s: %s", self.member.name, error)
+            self._break(connection, error)
+            return
+        if frames is None:
+            self._lost(connection)
+            return
+        self.last_heard = time.monotonic()
+        for frame in frames:
+            self._take(frame, by_crew)
+            if frame.is_large:
+                self._acknowledge(connection)
+
+    def _take(self, frame: Frame, by_crew: bool) -> None:
+        if frame.kind == Kind.NOTICE:
+            if type(frame.message) is Goodbye:
+                self.agent.said_goodbye(self.member)
+            return
+        slot = self.pending.take(frame.request_id)
+        if slot is None:
+            return  # timed out meanwhile: nobody waits for this reply
+        slot.frame = frame
+        self._finish(slot, by_crew)
+
+    def _acknowledge(self, connection: Connection) -> None:
+        """A large reply came: let its sender forget the tensors now rather than with the next request."""
+        try:
+            connection.send(Kind.NOTICE, 0, self.pending.lowest(self._last + 1), Ack())
+        except (OSError, ValueError):
+            log.debug("an acknowledgement to %s was not delivered", self.member.name)
+
+    def _finish(self, slot: Slot, by_crew: bool) -> None:
+        slot.done = True
+        if slot.complete is not None:
+            if by_crew:
+                slot.complete(slot)
+            else:
+                # Callbacks may run for long; this thread waits for a reply of its own.
+                self.agent.complete(slot)
+        if slot.wake is not None:
+            try:
+                slot.wake.release()
+            except RuntimeError:  # it woke by itself, at its deadline
+                pass
+
+    # --- failures ---
+
+    def timeout_error(self, slot: Slot) -> RpcTimeout:
+        """What a caller gets whose deadline passed."""
+        return RpcTimeout(
+            f"RPC ran for more than set timeout ({round(slot.timeout * 1000)} ms) and will now be marked with an error: "
+            f"{slot.what()} did not return; worker {self.member.name!r} may still be running it. "
+            "Pass a longer `timeout` if that is expected"
+        )
+
+    def died(self, slot: Slot) -> WorkerDied:
+        """What a caller gets whose worker is gone."""
+        assert self.dead is not None
+        text = f"{self.dead} It was asked: {slot.what()}."
+        return WorkerDied(text, worker=self.member.name, incarnation=self.member.incarnation)
+
+    def expire(self) -> None:
+        """The keeper: a deadline of a future may have passed."""
+        late, again = self.pending.expired(time.monotonic())
+        for slot in late:
+            slot.error = self.timeout_error(slot)
+            slot.done = True
+            self.agent.complete(slot)
+        if again != FOREVER:
+            self.agent.keeper.at(again, self.expire)
+
+    def ping(self) -> None:
+        """The keeper: ask whether the worker lives."""
+        connection = self._connection
+        if connection is not None:
+            try:
+                connection.send(Kind.NOTICE, 0, self.pending.lowest(0), Ping(), deadline=time.monotonic())
+            except (OSError, TimeoutError):
+                log.debug("a ping to %s could not be sent", self.member.name)
+
+    def _lost(self, connection: Connection) -> None:
+        """The connection ended. Dial again at once: a living worker answers, a dead one refuses."""
+        with self._dial_lock:
+            if self._connection is not connection:
+                return  # another thread noticed first
+            self.agent.crew.forget(connection.stream.fileno())
+            connection.close()
+            self._settled.clear()
+            self._connection = None
+            with self._lock:
+                if self._state == ARMED:
+                    self._state = IDLE
+        self.agent.link_lost(self)
+
+    def resume(self) -> None:
+        """Replace a lost connection."""
+        self.connection()
+        if self.pending:
+            self._arm()
+
+    def _break(self, connection: Connection, error: TelegradError) -> None:
+        """The worker sends nonsense: fail what waits for it, and nothing else."""
+        with self._dial_lock:
+            if self._connection is connection:
+                self.agent.crew.forget(connection.stream.fileno())
+                connection.close()
+                self._connection = None
+        for slot in self.pending.take_all():
+            slot.error = ProtocolError(f"worker {self.member.name!r} broke the protocol during {slot.what()}: {error}")
+            self._finish(slot, by_crew=False)
+
+    def fail(self, error: WorkerDied) -> None:
+        """The worker is gone for good."""
+        with self._dial_lock:
+            self.dead = error
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            self.agent.crew.forget(connection.stream.fileno())
+            connection.close()
+        self._fail_all()
+        self._settled.set()
+
+    def _fail_all(self) -> None:
+        for slot in self.pending.take_all():
+            slot.error = self.died(slot)
+            self._finish(slot, by_crew=False)
+
+    def close(self) -> None:
+        """End the link from this side; what still waits is told so."""
+        self.fail(WorkerDied(f"this worker has shut down; nothing more can be asked of {self.member.name!r}."))
+
+

@@ -1,0 +1,135 @@
+"""Options of an agent, with torch's names and defaults, and what Telegrad adds."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from telegrad.transport.addresses import TRANSPORTS
+
+DEFAULT_RPC_TIMEOUT_SEC = 60.0
+DEFAULT_INIT_METHOD = "env://"
+DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_SHUTDOWN_TIMEOUT = 0.0
+UNSET_RPC_TIMEOUT = -1.0
+
+SECRET_VARIABLE = "TELEGRAD_SECRET"
+
+DeviceLike = int | str | torch.device
+
+
+class RpcBackendOptions:
+    """Options of an agent.
+
+    As in torch:
+        rpc_timeout: seconds a call may take unless it says otherwise; 0 for no limit.
+        init_method: where the workers meet: `env://`, `tcp://host:port` or `file:///path`.
+        num_worker_threads: requests that run at the same time; those that wait for others do not count.
+        device_maps, devices: which device a tensor of this worker's device goes to on another worker.
+
+    Telegrad's own:
+        transports: which ways may be used, of "unix" and "tcp"; the best that both sides have is chosen.
+        shared_memory: whether tensors may go through shared memory between workers on one host.
+        secret: what proves that a worker belongs to the job. Without one (here or in TELEGRAD_SECRET) the workers agree
+            on one where they meet, and listen on loopback only.
+        host: the address to listen on, when there is a secret.
+        rendezvous_timeout: seconds to wait for the other workers in `init_rpc`.
+        connect_timeout: seconds that connecting to one worker may take.
+        heartbeat: seconds of silence after which a worker that owes an answer is asked whether it lives; if it stays
+            silent three times as long, it counts as dead.
+        max_message_bytes: a larger message is refused before memory is taken for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] | None = None,
+        devices: Sequence[DeviceLike] | None = None,
+        transports: Sequence[str] = TRANSPORTS,
+        shared_memory: bool = True,
+        secret: str | bytes | None = None,
+        host: str | None = None,
+        rendezvous_timeout: float = 120.0,
+        connect_timeout: float = 10.0,
+        heartbeat: float = 1.0,
+        max_message_bytes: int = 64 * 2**30,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+    ) -> None:
+        unknown = [t for t in transports if t not in TRANSPORTS]
+        if unknown or not transports:
+            raise ValueError(f"transports must be some of {TRANSPORTS}, got {tuple(transports)}")
+        if num_worker_threads < 1:
+            raise ValueError(f"num_worker_threads must be at least 1, got {num_worker_threads}")
+        for name, value in (("rpc_timeout", rpc_timeout), ("rendezvous_timeout", rendezvous_timeout)):
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        self.rpc_timeout = float(rpc_timeout)
+        self.init_method = init_method
+        self.num_worker_threads = num_worker_threads
+        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        for to, device_map in (device_maps or {}).items():
+            self.set_device_map(to, device_map)
+        self.devices: list[torch.device] = [_cuda_device(d) for d in devices or ()]
+        self.transports = tuple(transports)
+        self.shared_memory = shared_memory
+        self.secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
+        self.host = host
+        self.rendezvous_timeout = float(rendezvous_timeout)
+        self.connect_timeout = float(connect_timeout)
+        self.heartbeat = float(heartbeat)
+        self.max_message_bytes = max_message_bytes
+        # Names of torch's transports and channels: accepted so that programs run, without effect here.
+        self._transports = _transports
+        self._channels = _channels
+
+    def __repr__(self) -> str:
+        shown = {k: v for k, v in vars(self).items() if k != "secret" and not k.startswith("_")}
+        return f"RpcBackendOptions({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+
+    @property
+    def secret_bytes(self) -> bytes | None:
+        """The secret as bytes; None if there is none."""
+        return self.secret.encode() if isinstance(self.secret, str) else self.secret
+
+    def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> None:
+        """Tensors on a key of `device_map` arrive at worker `to` on its value; may be called again to add more."""
+        merged = dict(self.device_maps.get(to, {}))
+        for key, value in device_map.items():
+            source, target = torch.device(key), torch.device(value)
+            if merged.get(source, target) != target:
+                raise ValueError(
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target} and "
+                    f"{merged[source]}"
+                )
+            clash = next((s for s, t in merged.items() if t == target and s != source), None)
+            if clash is not None:
+                raise ValueError(
+                    f"`device_map` only supports 1-to-1 mapping, trying to map {source} and {clash} to {target}"
+                )
+            merged[source] = target
+        self.device_maps[to] = merged
+
+    def set_devices(self, devices: Sequence[DeviceLike]) -> None:
+        """The local devices this agent uses."""
+        self.devices = [_cuda_device(d) for d in devices]
+
+
+def _cuda_device(device: DeviceLike) -> torch.device:
+    result = torch.device(device)
+    if result.type != "cuda":
+        raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {result.type}.")
+    return result
+
+
+def as_timeout(seconds: Any) -> float:
+    """A user's timeout as a number; anything else is a TypeError that shows what came."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"a timeout is a number of seconds (0 for no limit), got {seconds!r}")
+    if seconds < 0 and seconds != UNSET_RPC_TIMEOUT:
+        raise ValueError(f"a timeout must not be negative, got {seconds}")
+    return float(seconds)

@@ -1,0 +1,91 @@
+"""Requests that wait for their reply. Pure: it is told what happened and says who is concerned.
+
+A request leaves the table exactly once: by its reply, its deadline, or the end of the worker it was sent to. Whoever
+takes it out completes it, so nothing is completed twice and a late reply finds nothing and is dropped.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from telegrad.wire.frames import Frame
+
+FOREVER = float("inf")
+
+
+class Slot:
+    """One request on its way: what it was, until when it may take, and how its caller learns of the end."""
+
+    __slots__ = ("complete", "deadline", "done", "error", "frame", "future", "request_id", "resend", "timeout", "wake", "what")
+
+    def __init__(self, what: Callable[[], str], timeout: float, deadline: float) -> None:
+        self.what = what  # says in words what was asked; called for errors only
+        self.timeout = timeout
+        self.deadline = deadline
+        self.request_id = 0
+        self.frame: Frame | None = None
+        self.error: BaseException | None = None
+        self.done = False
+        # For a caller that is not waiting in person: called with the slot when it is done.
+        self.complete: Callable[[Slot], None] | None = None
+        # The future that `complete` will set, if that is what it does.
+        self.future: Any = None
+        # Releases the caller that waits while another thread reads.
+        self.wake: Any = None
+        # The message as it was given to the connection, to send again over a new one.
+        self.resend: tuple[Any, ...] = ()
+
+
+class Pending:
+    """The table of one link. Dict operations are atomic under the GIL; whoever pops a slot owns its completion."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Slot] = {}
+        self._next_deadline = FOREVER
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(self, slot: Slot) -> bool:
+        """Wait for a reply; True if this is now the earliest deadline of those not minded by a caller in person."""
+        self._slots[slot.request_id] = slot
+        if slot.complete is not None and slot.deadline < self._next_deadline:
+            self._next_deadline = slot.deadline
+            return True
+        return False
+
+    def take(self, request_id: int) -> Slot | None:
+        """The slot of a reply; None if nobody waits for it any more."""
+        return self._slots.pop(request_id, None)
+
+    def lowest(self, otherwise: int) -> int:
+        """The oldest request without a reply: all before it were answered."""
+        for request_id in self._slots:
+            return request_id
+        return otherwise
+
+    def expired(self, now: float) -> tuple[list[Slot], float]:
+        """Slots whose deadline passed, taken out; and when to look again."""
+        late, earliest = [], FOREVER
+        for slot in list(self._slots.values()):
+            if slot.complete is None:
+                continue  # its caller minds the deadline itself
+            if slot.deadline <= now:
+                if self._slots.pop(slot.request_id, None) is not None:
+                    late.append(slot)
+            elif slot.deadline < earliest:
+                earliest = slot.deadline
+        self._next_deadline = earliest
+        return late, earliest
+
+    def take_all(self) -> list[Slot]:
+        """Every slot, taken out: the worker they wait for is gone."""
+        taken = []
+        for request_id in list(self._slots):
+            slot = self._slots.pop(request_id, None)
+            if slot is not None:
+                taken.append(slot)
+        return taken
+
+    def snapshot(self) -> list[Slot]:
+        """The slots that wait, oldest first."""
+        return list(self._slots.values())

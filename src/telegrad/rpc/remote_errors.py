@@ -1,0 +1,66 @@
+"""An exception on its way home: what happened on another worker, raised here as its own type with both stacks visible.
+
+The text of the exception names the worker and carries the remote traceback. The exception itself travels too where it
+can be pickled, so that its attributes survive; where it cannot be rebuilt, `RemoteError` stands for it.
+"""
+
+import traceback
+from typing import Any
+
+import torch
+
+from telegrad.errors import RemoteError, SerializationError, TelegradError
+from telegrad.rpc.workers import WorkerInfo
+from telegrad.wire.codec import pack, unpack
+from telegrad.wire.messages import ExceptionReply
+from telegrad.wire.tensors import describe
+
+_MAX_TEXT = 200_000
+
+
+class RemoteTraceback(Exception):
+    """The traceback on the other worker, as the cause of the exception raised here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+def describe_exception(error: BaseException, here: WorkerInfo) -> tuple[Any, ...]:
+    """The content of a failure reply: message, payload, tensor table and segments."""
+    trace = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
+    message = ExceptionReply(here.name, type(error).__qualname__, str(error)[:_MAX_TEXT], f"On {here!r}:\n{error!r}\n{trace}")
+    try:
+        packed = pack(error)
+        tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
+    except (SerializationError, RecursionError):
+        return message, b"", (), ()
+    return message, packed.payload, tensors, segments
+
+
+def rebuild_exception(message: ExceptionReply, payload: Any, tensors: list[torch.Tensor]) -> BaseException:
+    """The exception to raise here."""
+    error: Any = None
+    if len(payload):
+        try:
+            error = unpack(payload, tensors)
+        except Exception:
+            error = None  # its class does not exist here, or does not like to be rebuilt
+    if not isinstance(error, Exception):
+        error = RemoteError(f"{message.type_name} on worker {message.worker!r}: {message.text}\n{message.traceback}")
+    elif _speaks_by_its_text(error):
+        error.args = (f"{error.args[0]}\n{message.traceback}",)
+    else:
+        error.add_note(message.traceback)
+    error.__cause__ = RemoteTraceback(message.traceback)
+    return error  # type: ignore[no-any-return]
+
+
+def _speaks_by_its_text(error: Exception) -> bool:
+    """Whether its only argument is its text, so that the text can be added to without a loss."""
+    own_str = type(error).__str__ in (Exception.__str__, BaseException.__str__)
+    single = len(error.args) == 1 and isinstance(error.args[0], str)
+    return single and (own_str or isinstance(error, TelegradError)) and not isinstance(error, OSError)

@@ -1,0 +1,291 @@
+"""A session is the serving end of another worker's link: it takes requests in order, runs them, and sends the replies.
+
+The thread that read a request runs it. It holds the session's turn meanwhile; when it is about to wait, or the keeper
+finds it stuck, the turn goes to another thread, which serves the requests that came behind. Replies of requests that
+arrived together leave together.
+
+A request is run at most once. Its id stays known until the caller has acknowledged the reply, so a request that comes
+again over a new connection is answered from memory, or left to the thread that is still running it.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from telegrad.errors import ProtocolError
+from telegrad.rpc.blocking import local
+from telegrad.rpc.spin import Spinner
+from telegrad.transport.connection import Connection
+from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.messages import Ack, AnyMessage, Barrier, Goodbye, Ping
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+    from telegrad.rpc.workers import Member
+
+log = logging.getLogger("telegrad.rpc")
+
+
+class Session:
+    """Requests of one incarnation of one worker, over one of its links."""
+
+    def __init__(self, agent: "Agent", member: "Member", main_by_value: bool) -> None:
+        self.agent = agent
+        self.member = member
+        self.main_by_value = main_by_value
+        self.functions: dict[int, Any] = {}  # numbers that stand for functions on this link
+        self.connection: Connection | None = None
+        self._lock = threading.Lock()
+        self._turn: SessionTurn | None = None
+        self._inbox: deque[Frame] = deque()
+        self._running: dict[int, type] = {}  # what is being served, by request id
+        self._replies: dict[int, tuple[Any, ...]] = {}  # sent, but not yet known to have arrived
+        self._acked = 0
+        self._spinner = Spinner()
+
+    def __repr__(self) -> str:
+        return f"<Session of {self.member.name!r}: {len(self._running)} running>"
+
+    @property
+    def running(self) -> int:
+        """Requests that were taken and not yet answered."""
+        return len(self._running)
+
+    def under_way(self) -> list[str]:
+        """What is being served, in words; those who wait at a barrier are not served but waited for."""
+        kinds = list(self._running.values())
+        return [f"a {kind.__name__} of worker {self.member.name!r}" for kind in kinds if kind is not Barrier]
+
+    def attach(self, connection: Connection) -> None:
+        """Serve this connection, the first one or one that replaces a lost one."""
+        old, self.connection = self.connection, connection
+        if old is not None:
+            self._detach(old)
+        connection.on_blocked = self._writing_waits
+        self.agent.crew.watch(connection.stream.fileno(), self.ready, armed=True)
+
+    # --- serving ---
+
+    def ready(self) -> None:
+        """The crew: there is something to read, or to go on with."""
+        turn = SessionTurn(self)
+        with self._lock:
+            if self._turn is not None or self.connection is None:
+                return
+            self._turn = turn
+        local.turn = turn
+        self.agent.note_activity()
+        try:
+            self._serve(turn, self.connection)
+        finally:
+            local.turn = None
+
+    def _serve(self, turn: "SessionTurn", connection: Connection) -> None:
+        inbox = self._inbox
+        while True:
+            while inbox:
+                frame = inbox.popleft()
+                turn.count += 1
+                turn.running = True
+                self._take(frame)
+                with self._lock:
+                    turn.running = False
+                    if self._turn is not turn:
+                        return  # another thread went on while this one was busy
+            try:
+                frames = connection.receive()
+                if frames == [] and connection.flush() is None and self._spinner.wait(connection.stream.readable):
+                    continue
+            except (OSError, ValueError):
+                frames = None
+            except ProtocolError as error:
+                log.error("closing a connection of %s: %s", self.member.name, error)
+                frames = None
+            if frames is None:
+                self._ended(connection)
+                return
+            if not frames:
+                turn.give_up()
+                return
+            inbox.extend(frames)
+
+    def give_up(self, turn: "SessionTurn") -> None:
+        """Let another thread serve: at once if requests are waiting here, else when one comes."""
+        with self._lock:
+            if self._turn is not turn:
+                return
+            self._turn = None
+        connection = self.connection
+        if connection is None:
+            return
+        try:
+            connection.flush()
+        except (OSError, ValueError):
+            log.debug("replies to %s wait for its next connection", self.member.name)
+        if self._inbox:
+            self.agent.crew.submit(self.ready)
+        else:
+            self.agent.crew.arm(connection.stream.fileno())
+
+    def relieve(self) -> bool:
+        """The keeper: if the same request has been running since the last look, let another thread serve.
+
+        Returns whether a thread is serving at all."""
+        turn = self._turn
+        if turn is None:
+            return False
+        stuck = turn.running and turn.seen == turn.count
+        turn.seen = turn.count
+        if stuck:
+            turn.give_up()
+        return True
+
+    def _writing_waits(self) -> None:
+        turn = self._turn
+        if turn is not None and local.turn is turn:
+            turn.give_up()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.ack > self._acked:
+            self._forget_replies(frame.ack)
+        if frame.kind == Kind.NOTICE:
+            if type(frame.message) is Ping:
+                self._send(Kind.NOTICE, 0, Ping())
+            elif type(frame.message) is Goodbye:
+                self.agent.said_goodbye(self.member)
+            elif type(frame.message) is not Ack:  # an Ack has said all by its header
+                self.agent.serve(Request(self, frame))
+            return
+        request_id = frame.request_id
+        if request_id in self._running:
+            return
+        if request_id in self._replies:
+            self._send_again(self._replies[request_id])
+            return
+        self._running[request_id] = type(frame.message)
+        self.agent.serve(Request(self, frame))
+
+    def _forget_replies(self, ack: int) -> None:
+        self._acked = ack
+        for request_id in [i for i in self._replies if i < ack]:
+            self._replies.pop(request_id, None)
+
+    # --- replying ---
+
+    def reply(self, kind: Kind, request_id: int, *content: Any) -> None:
+        """Answer a request. If the connection is lost, the caller asks again and is answered from memory."""
+        # Remembered before it is sent: the acknowledgement may come first. What goes over the socket in one piece is
+        # kept as bytes, so that no tensor outlives its reply; a large reply is acknowledged at once by the caller.
+        self._replies[request_id] = (kind, request_id, *content)
+        self._running.pop(request_id, None)
+        encoded = self._send(kind, request_id, *content)
+        if encoded is not None and request_id in self._replies:
+            self._replies[request_id] = (encoded,)
+
+    def _send(
+        self,
+        kind: Kind,
+        request_id: int,
+        message: AnyMessage,
+        payload: bytes = b"",
+        tensors: Sequence[Any] = (),
+        segments: Sequence[Any] = (),
+    ) -> bytes | None:
+        connection = self.connection
+        if connection is None:
+            return None
+        hold = bool(self._inbox) and local.turn is not None and local.turn is self._turn
+        try:
+            return connection.send(kind, request_id, 0, message, payload, tensors, segments, hold=hold)
+        except (OSError, ValueError):
+            log.debug("a reply to %s waits for its next connection", self.member.name)
+            return None
+
+    def _send_again(self, content: tuple[Any, ...]) -> None:
+        connection = self.connection
+        if connection is None:
+            return
+        if len(content) > 1:
+            self._send(*content)
+            return
+        try:
+            connection.send_encoded(content[0])
+        except (OSError, ValueError):
+            log.debug("a reply to %s waits for its next connection", self.member.name)
+
+    # --- the end ---
+
+    def _ended(self, connection: Connection) -> None:
+        with self._lock:
+            self._turn = None
+            current = self.connection is connection
+            if current:
+                self.connection = None
+        self._detach(connection)
+        if current:
+            self.agent.session_lost(self)
+
+    def _detach(self, connection: Connection) -> None:
+        self.agent.crew.forget(connection.stream.fileno())
+        connection.close()
+
+    def farewell(self, message: AnyMessage) -> None:
+        """Tell the caller that this worker leaves, if it can be told without waiting."""
+        connection = self.connection
+        if connection is not None:
+            try:
+                connection.send(Kind.NOTICE, 0, 0, message, deadline=0.0)
+            except (OSError, ValueError):
+                log.debug("%s could not be told goodbye", self.member.name)
+
+    def close(self) -> None:
+        """Stop serving; what is running goes on, its reply goes nowhere."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            self._detach(connection)
+
+
+class SessionTurn:
+    """The right of one thread to serve one session."""
+
+    __slots__ = ("count", "running", "seen", "session")
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.running = False
+        self.count = 0
+        self.seen = -1  # the count at the keeper's last look
+
+    def give_up(self) -> None:
+        """Let another thread serve the session."""
+        self.session.give_up(self)
+
+    def sleeping(self, change: int) -> None:
+        """Count this thread among those that wait."""
+        self.session.agent.crew.sleeping(change)
+
+
+class Request:
+    """One request being served. Handlers read it, and reply once, from any thread, now or later."""
+
+    __slots__ = ("frame", "message", "on_reply", "on_tensors", "scope", "session")
+
+    def __init__(self, session: Session, frame: Frame) -> None:
+        self.session = session
+        self.frame = frame
+        self.message: AnyMessage = frame.message
+        # Set by layers above that wrap calls: what to do with the tensors that came, and with reply and tensors going out.
+        self.on_tensors: Any = None
+        self.on_reply: Any = None
+        # Makes the context in which a user's function runs.
+        self.scope: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Request {self.frame.request_id} of {self.session.member.name!r}: {type(self.message).__name__}>"
+
+    @property
+    def caller(self) -> "Member":
+        """Who asked."""
+        return self.session.member

@@ -1,0 +1,119 @@
+"""Who the workers are: names, ids and addresses, and which incarnation of each is meant."""
+
+import re
+import threading
+from collections.abc import Iterable
+
+import msgspec
+
+from telegrad.errors import UnknownWorker
+from telegrad.ids import MAX_WORKER_ID, Incarnation, WorkerId
+from telegrad.transport.addresses import Address
+
+_NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
+
+
+class WorkerInfo:
+    """A worker as users see it: its name and its id (its rank, where ranks were given)."""
+
+    __slots__ = ("id", "name")
+
+    def __init__(self, name: str, id: int) -> None:
+        self.name = name
+        self.id = WorkerId(id)
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WorkerInfo) and (self.id, self.name) == (other.id, other.name)
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.name))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return WorkerInfo, (self.name, int(self.id))
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One incarnation of a worker, as published to the others."""
+
+    name: str
+    worker_id: WorkerId
+    incarnation: Incarnation
+    addresses: tuple[Address, ...]
+    pid: int
+    leaving: bool = False
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What users see of it."""
+        return WorkerInfo(self.name, self.worker_id)
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless `name` can name a worker."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"Worker name must match ^[A-Za-z0-9-_:]*$ and be at least 1 and shorter than 128 characters, got {name!r}"
+        )
+
+
+def check_id(worker_id: int) -> None:
+    """Raise ValueError unless `worker_id` fits into the top 16 bits of an id."""
+    if not 0 <= worker_id <= MAX_WORKER_ID:
+        raise ValueError(f"worker id {worker_id} is not within 0..{MAX_WORKER_ID}")
+
+
+class Directory:
+    """The members this worker knows of, by id and by name. The latest incarnation of a name or id counts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_id: dict[WorkerId, Member] = {}
+        self._by_name: dict[str, Member] = {}
+
+    def update(self, members: Iterable[Member]) -> list[Member]:
+        """Take in what was published; those whose place was taken by a newer incarnation, or that left."""
+        gone = []
+        with self._lock:
+            for member in members:
+                known = self._by_id.get(member.worker_id)
+                if member.leaving:
+                    if known is not None and known.incarnation == member.incarnation:
+                        self._drop(known)
+                        gone.append(known)
+                    continue
+                if known is not None and known.incarnation != member.incarnation:
+                    self._drop(known)
+                    gone.append(known)
+                namesake = self._by_name.get(member.name)
+                if namesake is not None and namesake.worker_id != member.worker_id:
+                    self._drop(namesake)
+                    gone.append(namesake)
+                self._by_id[member.worker_id] = member
+                self._by_name[member.name] = member
+        return gone
+
+    def _drop(self, member: Member) -> None:
+        self._by_id.pop(member.worker_id, None)
+        if self._by_name.get(member.name) is member:
+            del self._by_name[member.name]
+
+    def by_name(self, name: str) -> Member | None:
+        """The member of that name."""
+        return self._by_name.get(name)
+
+    def by_id(self, worker_id: int) -> Member | None:
+        """The member with that id."""
+        return self._by_id.get(WorkerId(worker_id))
+
+    def members(self) -> list[Member]:
+        """All, by id."""
+        with self._lock:
+            return [self._by_id[i] for i in sorted(self._by_id)]
+
+    def unknown(self, who: object) -> UnknownWorker:
+        """The error for a worker that is not there."""
+        known = ", ".join(f"{m.name} ({m.worker_id})" for m in self.members())
+        return UnknownWorker(f"Unknown destination worker {who}; the workers of this job are: {known}")

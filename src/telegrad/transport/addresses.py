@@ -1,0 +1,99 @@
+"""Where a worker listens, and how another reaches it: by Unix socket on one host, by TCP otherwise."""
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+
+import msgspec
+
+UNIX = "unix"
+TCP = "tcp"
+TRANSPORTS = (UNIX, TCP)
+_BACKLOG = 512
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One place where a worker can be reached."""
+
+    kind: str  # "unix" or "tcp"
+    host: str  # for unix: the identity of the host, since the path means nothing elsewhere
+    where: str  # a path, or a port
+
+
+def host_identity() -> str:
+    """What two processes share exactly if they can reach each other's Unix sockets: the boot and its network."""
+    parts = []
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/mnt"):
+        with contextlib.suppress(OSError):
+            parts.append(os.readlink(path) if "/ns/" in path else open(path).read().strip())  # noqa: SIM115
+    return "|".join(parts) or socket.gethostname()
+
+
+class Listeners:
+    """The listening sockets of one worker, and what they leave behind in the file system until closed."""
+
+    def __init__(self, transports: Sequence[str], host: str) -> None:
+        self.sockets: list[socket.socket] = []
+        self.addresses: list[Address] = []
+        self._folder: str | None = None
+        self._pid = os.getpid()
+        try:
+            if UNIX in transports:
+                self._listen_unix()
+            if TCP in transports:
+                self._listen_tcp(host)
+        except OSError:
+            self.close()
+            raise
+
+    def _listen_unix(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="telegrad-")
+        path = os.path.join(self._folder, "s")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sockets.append(sock)
+        sock.bind(path)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+        self.addresses.append(Address(UNIX, host_identity(), path))
+
+    def _listen_tcp(self, host: str) -> None:
+        family, kind, proto, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+        self.sockets.append(sock)
+        sock.bind(where)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+        bound = sock.getsockname()
+        self.addresses.append(Address(TCP, str(bound[0]), str(bound[1])))
+
+    def close(self) -> None:
+        """Stop listening and remove what lies in the file system (a forked child leaves its parent's alone)."""
+        for sock in self.sockets:
+            sock.close()
+        if self._folder is not None and os.getpid() == self._pid:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def reachable(addresses: Sequence[Address], transports: Sequence[str]) -> list[Address]:
+    """The addresses to try, best first."""
+    here = host_identity()
+    unix = [a for a in addresses if a.kind == UNIX and UNIX in transports and a.host == here]
+    tcp = [a for a in addresses if a.kind == TCP and TCP in transports]
+    return unix + tcp
+
+
+def connect(address: Address, timeout: float) -> socket.socket:
+    """A connected socket, still blocking with `timeout`."""
+    if address.kind == UNIX:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout)
+            sock.connect(address.where)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    return socket.create_connection((address.host, int(address.where)), timeout)

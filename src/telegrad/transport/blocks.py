@@ -1,0 +1,237 @@
+"""Memory that tensors travel in and that is used again: touched pages cost a fifth of fresh ones.
+
+Between two workers on one host a sender copies tensors once, into a block of shared memory it owns (`Lender`); the
+receiver's tensors alias that block (`Borrower`) until their storage is freed, and then the block goes back to the
+sender. Without shared memory the receiver reads into blocks of its own (`Heap`). Who may write to a block is never in
+doubt: its sender until the message is sent, its receiver until it is released.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from telegrad.errors import ProtocolError
+
+MIN_BLOCK = 64 * 1024
+IDLE_LIMIT = 512 * 2**20  # bytes of unused blocks that a pool keeps for later
+MAX_BLOCK = 64 * 2**30
+
+
+def block_size(nbytes: int) -> int:
+    """The size class for `nbytes`: four steps to each power of two, so that at most a fifth is wasted."""
+    if nbytes <= MIN_BLOCK:
+        return MIN_BLOCK
+    step = 1 << ((nbytes - 1).bit_length() - 3)
+    return -(-nbytes // step) * step
+
+
+class Block:
+    """A mapping and the ctypes array type that gives out aliases of it."""
+
+    __slots__ = ("_array_type", "_keep", "address", "fd", "memory", "number", "size")
+
+    def __init__(self, number: int, memory: mmap.mmap, size: int, fd: int = -1) -> None:
+        self.number = number
+        self.memory = memory
+        self.size = size
+        self.fd = fd
+        self._array_type = ctypes.c_char * size
+        self._keep = self._array_type.from_buffer(memory)
+        self.address = ctypes.addressof(self._keep)
+
+    def alias(self) -> Any:
+        """A new ctypes array over the whole block; what is built on it keeps it, and it keeps the mapping."""
+        return self._array_type.from_buffer(self.memory)
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping itself ends with its last alias."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Lender:
+    """The sender's shared blocks for one peer: free, or lent with a message until the peer releases them."""
+
+    def __init__(self, idle_limit: int = IDLE_LIMIT) -> None:
+        self._lock = threading.Lock()
+        self._idle_limit = idle_limit
+        self._idle: dict[int, list[Block]] = {}
+        self._idle_bytes = 0
+        self._lent: dict[int, Block] = {}
+        self._next = 1
+        self._retired: list[int] = []
+        self.lent_bytes = 0
+
+    def take(self, nbytes: int) -> Block:
+        """A block of at least `nbytes`, lent from now on. Raises OSError where there is no shared memory to be had."""
+        size = block_size(nbytes)
+        with self._lock:
+            idle = self._idle.get(size)
+            if idle:
+                block = idle.pop()
+                self._idle_bytes -= size
+            else:
+                block = self._create(size)
+            self._lent[block.number] = block
+            self.lent_bytes += size
+        return block
+
+    def _create(self, size: int) -> Block:
+        fd = os.memfd_create("telegrad", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            memory = mmap.mmap(fd, size)
+        except OSError:
+            os.close(fd)
+            raise
+        block = Block(self._next, memory, size, fd)
+        self._next += 1
+        return block
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """The peer released these."""
+        with self._lock:
+            for number in numbers:
+                block = self._lent.pop(number, None)
+                if block is None:
+                    raise ProtocolError(f"the peer released block {number}, which it had not been lent")
+                self.lent_bytes -= block.size
+                if self._idle_bytes + block.size > self._idle_limit:
+                    block.close()
+                    self._retired.append(number)
+                else:
+                    self._idle.setdefault(block.size, []).append(block)
+                    self._idle_bytes += block.size
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether the peer should be told something."""
+        return bool(self._retired)
+
+    def retired(self) -> tuple[int, ...]:
+        """Blocks the peer should be told to unmap; each is named once."""
+        if not self._retired:
+            return ()
+        with self._lock:
+            numbers, self._retired = tuple(self._retired), []
+        return numbers
+
+    def close(self) -> None:
+        """Give up all blocks; those still aliased live on in whoever mapped them."""
+        with self._lock:
+            for block in self._lent.values():
+                block.close()
+            for idle in self._idle.values():
+                for block in idle:
+                    block.close()
+            self._lent.clear()
+            self._idle.clear()
+            self._idle_bytes = self.lent_bytes = 0
+
+
+class Borrower:
+    """The receiver's view of one peer's blocks: maps each once, and notes when nothing here uses it any more."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._in_use: dict[int, weakref.ref[Any]] = {}
+        # Filled from weakref callbacks, which may run in any thread at any moment: append only, no lock.
+        self._released: deque[int] = deque()
+
+    def map(self, number: int, fd: int, size: int) -> None:
+        """Map a block the peer announced. Takes over `fd`."""
+        try:
+            if not 0 < size <= MAX_BLOCK or size > os.fstat(fd).st_size:
+                raise ProtocolError(f"the peer announced block {number} with {size} bytes, more than it has")
+            self._blocks[number] = Block(number, mmap.mmap(fd, size), size)
+        finally:
+            os.close(fd)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._blocks
+
+    def borrow(self, number: int) -> Any:
+        """The memory of a block that came with a message; it is released when the last tensor over it is freed."""
+        if number in self._in_use:
+            raise ProtocolError(f"the peer used block {number} twice without waiting for its release")
+        alias = self._blocks[number].alias()
+
+        def freed(_: object, number: int = number) -> None:
+            self._in_use.pop(number, None)
+            self._released.append(number)
+
+        self._in_use[number] = weakref.ref(alias, freed)
+        return alias
+
+    @property
+    def has_released(self) -> bool:
+        """Whether the peer should be told something."""
+        return bool(self._released)
+
+    def released(self) -> tuple[int, ...]:
+        """Blocks freed since the last time; each is named once."""
+        if not self._released:
+            return ()
+        numbers = []
+        while self._released:
+            try:
+                numbers.append(self._released.popleft())
+            except IndexError:  # another thread took the last one
+                break
+        return tuple(numbers)
+
+    def retire(self, numbers: Iterable[int]) -> None:
+        """The peer will not use these again."""
+        for number in numbers:
+            self._blocks.pop(number, None)
+
+    @property
+    def mapped(self) -> int:
+        """How many blocks are mapped."""
+        return len(self._blocks)
+
+    @property
+    def in_use(self) -> int:
+        """How many blocks some tensor here still aliases."""
+        return len(self._in_use)
+
+
+class Heap:
+    """Receive buffers of this process, given out again once nothing aliases them."""
+
+    def __init__(self, idle_limit: int = IDLE_LIMIT) -> None:
+        self._idle_limit = idle_limit
+        self._idle: dict[int, list[Block]] = {}
+        self._idle_bytes = 0
+        self._refs: dict[int, weakref.ref[Any]] = {}
+
+    def allocate(self, nbytes: int) -> Any:
+        """Writable memory of at least `nbytes`, as a ctypes array."""
+        size = block_size(nbytes)
+        idle = self._idle.get(size)
+        try:
+            block = idle.pop() if idle else None
+        except IndexError:  # another thread took it
+            block = None
+        if block is None:
+            block = Block(0, mmap.mmap(-1, size), size)
+        else:
+            self._idle_bytes -= size
+        alias = block.alias()
+        key = id(alias)
+
+        def freed(_: object, block: Block = block, key: int = key) -> None:
+            # Runs in whichever thread drops the last tensor, possibly inside another allocation: takes no lock.
+            self._refs.pop(key, None)
+            if self._idle_bytes + block.size <= self._idle_limit:
+                self._idle_bytes += block.size
+                self._idle.setdefault(block.size, []).append(block)
+
+        self._refs[key] = weakref.ref(alias, freed)
+        return alias

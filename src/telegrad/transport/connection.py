@@ -1,0 +1,233 @@
+"""A connection sends and receives whole messages over one stream, and decides which way tensor bytes go.
+
+Small tensors travel in the frame. Large ones go through a shared block where the stream has a lane for descriptors:
+one copy by the sender, none by the receiver. The notices that keep the blocks in order are the connection's own
+business; nobody above sees them.
+"""
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from telegrad.errors import ProtocolError
+from telegrad.transport.blocks import Borrower, Heap, Lender
+from telegrad.transport.stream import Stream
+from telegrad.wire.frames import INLINE, Frame, FrameReader, Kind, SegmentSpec, align, encode_prefix
+from telegrad.wire.messages import AnyMessage, ReleaseBlocks, RetireBlocks
+from telegrad.wire.tensors import Segment, TensorSpec, segment_bytes, segment_view
+
+log = logging.getLogger("telegrad.transport")
+
+SHARE_FROM = 32 * 1024  # bytes of tensors in one message from which a shared block pays
+LEND_LIMIT = 8 * 2**30  # bytes lent to one peer beyond which its socket, which pushes back, is used instead
+_JOIN_UP_TO = 64 * 1024
+_HOLD_UP_TO = 64  # small frames that may wait for one write
+_PADDING = bytes(64)
+_SMALL_ALIGNMENT = 16
+
+heap = Heap()
+
+
+class Connection:
+    """Messages over one stream. Any thread may send; one at a time may receive."""
+
+    def __init__(self, stream: Stream, *, max_frame: int, on_blocked: Callable[[], None] = lambda: None) -> None:
+        self.stream = stream
+        self.on_blocked = on_blocked
+        self._reader = FrameReader(heap.allocate, max_frame)
+        self._write_lock = threading.Lock()
+        self._lender = Lender() if stream.lane is not None else None
+        self._borrower = Borrower()
+        self._announced: set[int] = set()
+        self._outbox: deque[bytes] = deque()
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"<Connection over {self.stream.kind}{' with shared memory' if self._lender else ''}>"
+
+    # --- sending ---
+
+    def send(
+        self,
+        kind: Kind,
+        request_id: int,
+        ack: int,
+        message: AnyMessage,
+        payload: bytes = b"",
+        tensors: Sequence[TensorSpec] = (),
+        segments: Sequence[Segment] = (),
+        deadline: float | None = None,
+        hold: bool = False,
+    ) -> bytes | None:
+        """Send one message. With `hold` a small one may wait for the next send or `flush`, to share its write.
+
+        Returns the encoded frame if it is small and can be sent again as it is, to this peer, over any connection.
+        """
+        if segments:
+            buffers = self._with_segments(kind, request_id, ack, message, payload, tensors, segments)
+        elif payload:
+            buffers = [encode_prefix(kind, request_id, ack, message, tensors, (), len(payload)), payload]
+        else:
+            buffers = [encode_prefix(kind, request_id, ack, message, tensors)]
+        if len(buffers) == 1:
+            small = buffers[0] if len(buffers[0]) <= _JOIN_UP_TO else None
+        else:
+            small = b"".join(buffers) if sum(map(len, buffers)) <= _JOIN_UP_TO else None
+        if small is None:
+            self._write(buffers, deadline)
+        elif hold and len(self._outbox) < _HOLD_UP_TO:
+            self._outbox.append(small)
+        else:
+            self.send_encoded(small, deadline)
+        return small if not segments or buffers[-1] is not payload else None
+
+    def send_encoded(self, frame: bytes, deadline: float | None = None) -> None:
+        """Send a small frame that was encoded before."""
+        with self._write_lock:
+            if self._outbox or self._has_notices():
+                frame = b"".join((*self._notices(), *self._drain_outbox(), frame))
+            self.stream.send([frame], deadline, self.on_blocked)
+
+    def flush(self, deadline: float | None = None) -> None:
+        """Write what was held back."""
+        if self._outbox:
+            self.send_encoded(b"", deadline)
+
+    def _write(self, buffers: list[Any], deadline: float | None) -> None:
+        with self._write_lock:
+            if self._outbox or self._has_notices():
+                buffers = [b"".join((*self._notices(), *self._drain_outbox())), *buffers]
+            self.stream.send(buffers, deadline, self.on_blocked)
+
+    def _has_notices(self) -> bool:
+        return self._borrower.has_released or (self._lender is not None and self._lender.has_retired)
+
+    def _drain_outbox(self) -> list[bytes]:
+        held = []
+        while self._outbox:
+            held.append(self._outbox.popleft())
+        return held
+
+    def _notices(self) -> list[bytes]:
+        notices = []
+        if released := self._borrower.released():
+            notices.append(encode_prefix(Kind.NOTICE, 0, 0, ReleaseBlocks(released)))
+        if self._lender is not None and (retired := self._lender.retired()):
+            notices.append(encode_prefix(Kind.NOTICE, 0, 0, RetireBlocks(retired)))
+        return notices
+
+    def _with_segments(
+        self,
+        kind: Kind,
+        request_id: int,
+        ack: int,
+        message: AnyMessage,
+        payload: bytes,
+        tensors: Sequence[TensorSpec],
+        segments: Sequence[Segment],
+    ) -> list[Any]:
+        total = sum(s.nbytes for s in segments)
+        if total >= SHARE_FROM and self._lender is not None and self._lender.lent_bytes < LEND_LIMIT:
+            table = self._fill_block(segments)
+            if table is not None:
+                return [encode_prefix(kind, request_id, ack, message, tensors, table, len(payload)), payload]
+        small = total < _JOIN_UP_TO
+        alignment = _SMALL_ALIGNMENT if small else 64
+        table, data, offset = [], [], 0
+        for segment in segments:
+            start = align(offset, alignment)
+            if start > offset:
+                data.append(_PADDING[: start - offset])
+            table.append(SegmentSpec(segment.nbytes, INLINE, start))
+            data.append(segment_bytes(segment) if small else segment_view(segment))
+            offset = start + segment.nbytes
+        return [encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), offset), payload, *data]
+
+    def _fill_block(self, segments: Sequence[Segment]) -> list[SegmentSpec] | None:
+        """Copy the segments into one shared block; None if there is no shared memory to be had."""
+        assert self._lender is not None and self.stream.lane is not None
+        size = sum(align(s.nbytes) for s in segments)
+        try:
+            block = self._lender.take(size)
+            if block.number not in self._announced:
+                self.stream.lane.announce(block.number, block.size, block.fd)
+                self._announced.add(block.number)
+        except OSError as error:
+            log.warning("no shared memory (%s): tensors to this peer go through its socket, which is slower", error)
+            self._lender = None
+            return None
+        table, offset = [], 0
+        for segment in segments:
+            ctypes.memmove(block.address + offset, segment.address, segment.nbytes)  # releases the GIL
+            table.append(SegmentSpec(segment.nbytes, block.number, offset))
+            offset += align(segment.nbytes)
+        return table
+
+    # --- receiving ---
+
+    def receive(self) -> list[Frame] | None:
+        """The frames that can be read without waiting; None at the end of the stream."""
+        count = self.stream.receive_into(self._reader.target())
+        if count <= 0:
+            return [] if count < 0 else None
+        frames = self._reader.received(count)
+        kept = []
+        for frame in frames:
+            if frame.segments:
+                self._find_segments(frame)
+            elif frame.kind == Kind.NOTICE and self._own_notice(frame.message):
+                continue
+            kept.append(frame)
+        return kept
+
+    def _own_notice(self, message: AnyMessage) -> bool:
+        if type(message) is ReleaseBlocks:
+            if self._lender is not None:
+                self._lender.give_back(message.blocks)
+            return True
+        if type(message) is RetireBlocks:
+            self._borrower.retire(message.blocks)
+            return True
+        return False
+
+    def _find_segments(self, frame: Frame) -> None:
+        borrowed: dict[int, memoryview] = {}
+        inline: memoryview | None = None
+        for segment in frame.segments:
+            if segment.block == INLINE:
+                if inline is None:
+                    inline = memoryview(frame.data if frame.data is not None else b"").cast("B")[frame.data_offset :]
+                memory = inline
+            else:
+                memory = borrowed.get(segment.block) or self._borrow(segment.block, borrowed)
+            end = segment.offset + segment.nbytes
+            if segment.nbytes < 0 or segment.offset < 0 or end > len(memory):
+                raise ProtocolError(
+                    f"a segment of {segment.nbytes} bytes at {segment.offset} exceeds its {len(memory)} bytes"
+                )
+            frame.buffers.append(memory[segment.offset : end])
+
+    def _borrow(self, number: int, borrowed: dict[int, memoryview]) -> memoryview:
+        lane = self.stream.lane
+        if lane is None:
+            raise ProtocolError("the peer used shared memory on a connection that has none")
+        while number not in self._borrower:
+            self._borrower.map(*self._announced_by(lane))
+        memory = memoryview(self._borrower.borrow(number)).cast("B")
+        borrowed[number] = memory
+        return memory
+
+    @staticmethod
+    def _announced_by(lane: Any) -> tuple[int, int, int]:
+        number, size, fd = lane.next()
+        return number, fd, size
+
+    def close(self) -> None:
+        """End the connection; tensors that alias its blocks stay valid."""
+        self.closed = True
+        self.stream.close()
+        if self._lender is not None:
+            self._lender.close()

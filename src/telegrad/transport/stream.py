@@ -1,0 +1,195 @@
+"""A stream carries bytes between two workers over one non-blocking socket, and descriptors beside it where it can.
+
+Unix sockets, TCP and in-memory pairs are all sockets to the code above; they differ in how they are made (`dial`,
+`listen`, `pair`) and in whether they have a lane for passing the descriptors of shared memory.
+"""
+
+import array
+import contextlib
+import errno
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from telegrad.errors import ProtocolError
+
+Buffers = Sequence[Any]  # bytes-like objects
+_LANE = struct.Struct("<QQ")  # block number, size
+_IOV_MAX = 512
+_SOCKET_BUFFER = 4 * 2**20
+
+
+class Stream(Protocol):
+    """What the layers above need of a stream."""
+
+    kind: str
+    lane: "Lane | None"
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+
+    def receive_into(self, view: memoryview) -> int:
+        """Bytes read; 0 at the end of the stream, -1 if none are there yet."""
+
+    def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
+        """Write all of `buffers`; calls `blocked` once if that has to wait."""
+
+    def readable(self, seconds: float) -> bool:
+        """Wait until there is something to read, at most `seconds`."""
+
+    def close(self) -> None:
+        """End the stream at once."""
+
+
+class SocketStream:
+    """A stream over one socket."""
+
+    def __init__(self, sock: socket.socket, kind: str, lane: "Lane | None" = None) -> None:
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.kind = kind
+        self.lane = lane
+        self._socket = sock
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self.receive_into = _receiver(sock)
+        self._poll = self._readable.poll
+        self._fileno = sock.fileno()
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self._fileno
+
+    def readable(self, seconds: float) -> bool:
+        """Wait until there is something to read, at most `seconds`."""
+        return bool(self._poll(seconds * 1000))
+
+    def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
+        """Write all of `buffers`; calls `blocked` once if that has to wait. TimeoutError at the deadline."""
+        sent = 0
+        try:
+            if len(buffers) == 1:
+                sent = self._socket.send(buffers[0])
+                if sent == len(buffers[0]):
+                    return
+            else:
+                sent = self._socket.sendmsg(buffers[:_IOV_MAX])
+        except BlockingIOError:
+            pass
+        remaining = [memoryview(b).cast("B") for b in buffers]
+        self._drop(remaining, sent)
+        if remaining:
+            self._send_slowly(remaining, deadline, blocked)
+
+    def _send_slowly(self, remaining: list[memoryview], deadline: float | None, blocked: Callable[[], None]) -> None:
+        announced = False
+        while remaining:
+            try:
+                self._drop(remaining, self._socket.sendmsg(remaining[:_IOV_MAX]))
+            except BlockingIOError:
+                if not announced:
+                    announced = True
+                    blocked()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError("the peer does not take in what is sent to it") from None
+                writable = select.poll()
+                writable.register(self._socket, select.POLLOUT)
+                writable.poll(None if left is None else left * 1000 + 1)
+
+    @staticmethod
+    def _drop(remaining: list[memoryview], sent: int) -> None:
+        done = 0
+        for view in remaining:
+            if sent < len(view):
+                break
+            sent -= len(view)
+            done += 1
+        del remaining[:done]
+        if sent:
+            remaining[0] = remaining[0][sent:]
+
+    def close(self) -> None:
+        """End the stream at once. Both directions are shut first, so that threads waiting on it wake up."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        if self.lane is not None:
+            self.lane.close()
+
+
+def _receiver(sock: socket.socket) -> Callable[[memoryview], int]:
+    receive = sock.recv_into
+
+    def receive_into(view: memoryview) -> int:
+        try:
+            return receive(view)
+        except BlockingIOError:
+            return -1
+
+    return receive_into
+
+
+class Lane:
+    """A Unix socket beside a stream that carries the descriptors of shared-memory blocks, in the order of first use."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        sock.settimeout(5.0)
+
+    def announce(self, number: int, size: int, fd: int) -> None:
+        """Pass one block to the peer. Sent before the first frame that uses the block."""
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+        self._socket.sendmsg([_LANE.pack(number, size)], [rights])
+
+    def next(self) -> tuple[int, int, int]:
+        """Number, size and descriptor of the next block the peer announced."""
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(_LANE.size, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError as error:
+            raise ProtocolError("the peer used a block of shared memory that it has not announced") from error
+        if len(data) != _LANE.size or len(ancillary) != 1:
+            raise ProtocolError("the peer announced a block of shared memory without its descriptor")
+        number, size = _LANE.unpack(data)
+        (fd,) = array.array("i", ancillary[0][2][:4])
+        return number, size, fd
+
+    def close(self) -> None:
+        """End the lane at once."""
+        self._socket.close()
+
+
+def make_lane_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a lane; message boundaries are kept, so a descriptor stays with its block."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def pass_lane(sock: socket.socket, lane: socket.socket) -> None:
+    """Hand one end of a lane to the peer over the connection itself."""
+    sock.sendmsg([b"L"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [lane.fileno()]))])
+
+
+def receive_lane(sock: socket.socket) -> socket.socket:
+    """Take the end that the peer passed."""
+    data, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
+    if data != b"L" or len(ancillary) != 1:
+        raise ProtocolError("the peer did not pass the lane it had promised")
+    (fd,) = array.array("i", ancillary[0][2][:4])
+    return socket.socket(fileno=fd)
+
+
+def receive_exactly(sock: socket.socket, count: int) -> bytes:
+    """`count` bytes from a socket with a timeout, or ConnectionError."""
+    data = bytearray()
+    while len(data) < count:
+        piece = sock.recv(count - len(data))
+        if not piece:
+            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection during the handshake")
+        data += piece
+    return bytes(data)

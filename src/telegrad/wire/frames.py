@@ -1,0 +1,225 @@
+"""A frame is one message on a stream: a fixed header, the message record, its payload, and the bytes of its tensors.
+
+    header (40 bytes) | head: msgpack [message, tensor table, segment table] | payload | inline segments
+
+Segments are runs of raw tensor bytes. One is inline (it follows the payload) or lies in a shared-memory block that the
+table names. `FrameReader` does no I/O: the transport asks it where to put the next bytes and tells it how many came.
+Every length is checked before memory is taken for it.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from telegrad.errors import ProtocolError
+from telegrad.wire.messages import AnyMessage
+from telegrad.wire.tensors import TensorSpec
+
+MAGIC = b"Tg"
+VERSION = 1
+HEADER = struct.Struct("<2sBBIQQQQ")  # magic, version, kind, head, payload, data lengths, request id, ack
+ALIGNMENT = 64
+INLINE = -1  # the block number of a segment that travels in the frame itself
+
+READ_SIZE = 256 * 1024
+MAX_HEAD = 64 * 2**20
+MAX_FRAME = 64 * 2**30
+
+
+class Kind(IntEnum):
+    """What a frame is to its receiver. The kinds are all there is: a reply ends its request, a notice has no reply."""
+
+    REQUEST = 1
+    REPLY = 2
+    FAILURE = 3
+    NOTICE = 4
+
+
+_KINDS = tuple(Kind)
+
+
+class SegmentSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where one run of tensor bytes is: `offset` counts from the start of the block, or of the inline data."""
+
+    nbytes: int
+    block: int
+    offset: int
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The part of a frame that is decoded first and checked whole."""
+
+    message: AnyMessage
+    tensors: tuple[TensorSpec, ...]
+    segments: tuple[SegmentSpec, ...]
+
+
+class Frame:
+    """One received message. `data` holds the inline segments; `buffers` is one writable buffer per segment, once the
+    connection has found them. Whoever aliases a buffer keeps its memory alive."""
+
+    __slots__ = ("ack", "buffers", "data", "data_offset", "kind", "message", "payload", "request_id", "segments", "tensors")
+
+    def __init__(self, kind: int, request_id: int, ack: int, head: Head, payload: Any, data: Any, data_offset: int) -> None:
+        self.kind = kind
+        self.request_id = request_id
+        self.ack = ack
+        self.message = head.message
+        self.tensors = head.tensors
+        self.segments = head.segments
+        self.payload = payload
+        self.data = data
+        self.data_offset = data_offset
+        self.buffers: list[memoryview] = []
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its tensors have memory of their own: a shared block or a receive buffer."""
+        return bool(self.segments) and not isinstance(self.data, bytearray)
+
+    def __repr__(self) -> str:
+        kind = Kind(self.kind).name.lower()
+        return f"<{kind} {self.request_id}: {type(self.message).__name__}, {len(self.tensors)} tensors>"
+
+
+_encode_head = msgspec.msgpack.Encoder().encode
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+
+
+def encode_prefix(
+    kind: int,
+    request_id: int,
+    ack: int,
+    message: AnyMessage,
+    tensors: Sequence[TensorSpec] = (),
+    segments: Sequence[SegmentSpec] = (),
+    payload_bytes: int = 0,
+    data_bytes: int = 0,
+) -> bytes:
+    """Header and head of a frame; the caller sends payload and inline segments right behind it."""
+    head = _encode_head((message, tensors, segments))
+    return HEADER.pack(MAGIC, VERSION, kind, len(head), payload_bytes, data_bytes, request_id, ack) + head
+
+
+def align(offset: int, alignment: int = ALIGNMENT) -> int:
+    """The first multiple of `alignment` at or after `offset`."""
+    return -(-offset // alignment) * alignment
+
+
+class FrameReader:
+    """Turns a stream of bytes into frames.
+
+    Small frames are cut from one buffer that is read into again and again. A frame that does not fit gets memory of its
+    own from `allocate`, and its remaining bytes are read straight into that.
+    """
+
+    def __init__(self, allocate: Callable[[int], Any] = bytearray, max_frame: int = MAX_FRAME) -> None:
+        self._allocate = allocate
+        self._max_frame = max_frame
+        self._buffer = bytearray(READ_SIZE)
+        self._view = memoryview(self._buffer)
+        self._start = 0
+        self._end = 0
+        # A frame too large for the buffer: its header fields, memory, where it starts there, its view, bytes so far.
+        self._large: tuple[tuple[int, ...], Any, int] | None = None
+        self._large_view: memoryview = self._view[:0]
+        self._large_filled = 0
+
+    @property
+    def idle(self) -> bool:
+        """True between frames: the stream may end here without a loss."""
+        return self._large is None and self._start == self._end
+
+    def target(self) -> memoryview:
+        """Where the next bytes of the stream belong."""
+        if self._large is not None:
+            return self._large_view[self._large_filled :]
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end > READ_SIZE // 2:
+            remaining = self._buffer[self._start : self._end]
+            self._view[: len(remaining)] = remaining
+            self._start, self._end = 0, len(remaining)
+        return self._view[self._end :]
+
+    def received(self, count: int) -> list[Frame]:
+        """`count` bytes were put into the target; the frames that are complete now."""
+        frames: list[Frame] = []
+        if self._large is not None:
+            self._large_filled += count
+            if self._large_filled < len(self._large_view):
+                return frames
+            fields, memory, start = self._large
+            self._large = None
+            self._large_view = self._view[:0]
+            frames.append(_frame_in_place(fields, memory, start))
+            return frames
+        self._end += count
+        while self._end - self._start >= HEADER.size:
+            fields = self._read_header()
+            total = fields[1] + fields[2] + fields[3]
+            begin = self._start + HEADER.size
+            if begin + total <= self._end:
+                frames.append(self._cut(fields, begin))
+                self._start = begin + total
+            elif HEADER.size + total > READ_SIZE // 2:
+                self._begin_large(fields, begin, total)
+                break
+            else:
+                break
+        return frames
+
+    def _read_header(self) -> tuple[int, ...]:
+        magic, version, kind, head, payload, data, request_id, ack = HEADER.unpack_from(self._buffer, self._start)
+        if magic != MAGIC:
+            raise ProtocolError(f"a frame starts with {magic!r}, not {MAGIC!r}: the peer does not speak this protocol")
+        if version != VERSION:
+            raise ProtocolError(f"the peer speaks version {version} of the protocol, this worker version {VERSION}")
+        if kind not in _KINDS:
+            raise ProtocolError(f"unknown frame kind {kind}")
+        if head > MAX_HEAD or head + payload + data > self._max_frame:
+            raise ProtocolError(
+                f"a frame of {head} + {payload} + {data} bytes is over the limit ({MAX_HEAD} for its head, "
+                f"{self._max_frame} in all)"
+            )
+        return kind, head, payload, data, request_id, ack
+
+    def _cut(self, fields: tuple[int, ...], begin: int) -> Frame:
+        kind, head_bytes, payload_bytes, data_bytes, request_id, ack = fields
+        middle = begin + head_bytes
+        end = middle + payload_bytes
+        head = decode_head(self._view[begin:middle])
+        payload = bytes(self._view[middle:end]) if payload_bytes else b""
+        # Tensors will alias this copy, so the buffer itself is free to be read into again.
+        data = self._buffer[end : end + data_bytes] if data_bytes else None
+        return Frame(kind, request_id, ack, head, payload, data, 0)
+
+    def _begin_large(self, fields: tuple[int, ...], begin: int, total: int) -> None:
+        lead = fields[1] + fields[2]
+        start = align(lead) - lead  # so that the inline segments are aligned in memory
+        memory = self._allocate(start + total)
+        view = memoryview(memory).cast("B")[start : start + total]
+        have = self._end - begin
+        view[:have] = self._view[begin : self._end]
+        self._large, self._large_view, self._large_filled = (fields, memory, start), view, have
+        self._start = self._end = 0
+
+
+def _frame_in_place(fields: tuple[int, ...], memory: Any, start: int) -> Frame:
+    kind, head_bytes, payload_bytes, _, request_id, ack = fields
+    view = memoryview(memory).cast("B")
+    middle = start + head_bytes
+    end = middle + payload_bytes
+    head = decode_head(view[start:middle])
+    return Frame(kind, request_id, ack, head, view[middle:end], memory, end)
+
+
+def decode_head(raw: Any) -> Head:
+    """The checked head of a frame."""
+    try:
+        return _decode_head(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the head of a frame is malformed: {error}") from error

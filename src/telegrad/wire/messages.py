@@ -1,0 +1,304 @@
+"""Every message two workers exchange, as a frozen typed record. One line each says what it means.
+
+A record holds ids and numbers only. A user's values travel beside it as the frame's payload (pickled, tensors taken
+out) and its tensors as the frame's tensor table; control messages have neither, and nothing in them is ever pickled.
+Decoding checks types and element counts, so a record that exists is well-formed. What is still to be checked is what
+only the receiver can know: whether an id names something it has.
+"""
+
+import msgspec
+
+from telegrad.ids import ContextId, ForkId, Incarnation, MessageId, PassId, RRefId, WorkerId
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all records; on the wire a record is an array that starts with its tag."""
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+class PythonCall(Message, frozen=True, tag=1):
+    """Run a function; the payload holds (args, kwargs)."""
+
+    function: int  # its number in the sender's table of functions for this link; 0: only in `definition`
+    definition: bytes  # the function itself, the first time its number is used
+    timeout: float  # seconds the caller will wait; 0 for ever
+
+
+class PythonReply(Message, frozen=True, tag=2):
+    """The function returned; the payload holds what."""
+
+
+class ExceptionReply(Message, frozen=True, tag=3):
+    """The request failed on `worker`; the payload holds the exception itself where it can be pickled, else nothing."""
+
+    worker: str
+    type_name: str
+    text: str
+    traceback: str
+
+
+class PythonRemoteCall(Message, frozen=True, tag=4):
+    """Run a function and keep what it returns as the value of a new reference; the reply confirms the caller's fork."""
+
+    rref_id: RRefId
+    fork_id: ForkId
+    function: int
+    definition: bytes
+    timeout: float
+
+
+class Ack(Message, frozen=True, tag=5):
+    """The request was carried out and there is nothing to return."""
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+
+class RRefFetch(Message, frozen=True, tag=10):
+    """Send me the value of this reference, as soon as it exists."""
+
+    rref_id: RRefId
+    timeout: float
+
+
+class RRefFetchReply(Message, frozen=True, tag=11):
+    """The value of the reference that was asked for, in the payload."""
+
+
+class RRefUserDelete(Message, frozen=True, tag=12):
+    """These forks of references that you own are gone."""
+
+    forks: tuple[tuple[RRefId, ForkId], ...]
+
+
+class RRefForkRequest(Message, frozen=True, tag=13):
+    """`holder` has this new fork of a reference that you own; keep the value for it."""
+
+    rref_id: RRefId
+    fork_id: ForkId
+    holder: WorkerId
+
+
+class RRefChildAccept(Message, frozen=True, tag=14):
+    """The owner knows of the fork you gave me; you need not keep yours on my behalf any longer."""
+
+    fork_id: ForkId
+
+
+class RRefAck(Message, frozen=True, tag=15):
+    """I own this reference and know of your fork."""
+
+    rref_id: RRefId
+    fork_id: ForkId
+
+
+class RRefCreationFailed(Message, frozen=True, tag=18):
+    """The request that should have created this reference never left me; the error is in the payload."""
+
+    rref_id: RRefId
+    fork_id: ForkId
+
+
+class RRefFlush(Message, frozen=True, tag=19):
+    """A worker died: tell me which forks of my references you gave it, or had from it."""
+
+    dead: WorkerId
+
+
+class RRefFlushed(Message, frozen=True, tag=50):
+    """Everything I had to say about the dead worker's forks has been said; `forks` are those that were under way."""
+
+    dead: WorkerId
+    forks: tuple[tuple[RRefId, ForkId], ...]
+
+
+class RRefBackward(Message, frozen=True, tag=16):
+    """Start a backward pass of this context at the value of this reference, which you own."""
+
+    rref_id: RRefId
+    context_id: ContextId
+    retain_graph: bool
+
+
+class RRefBackwardReply(Message, frozen=True, tag=17):
+    """The backward pass that started at the reference is complete on all its workers."""
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+class AutogradMetadata(Message, frozen=True):
+    """Which context a call or reply belongs to, and which Send and Recv it ties together."""
+
+    context_id: ContextId
+    message_id: MessageId
+
+
+class RpcWithAutograd(Message, frozen=True, tag=20):
+    """A call made inside a context; its tensors that require grad come from the Send named in the metadata."""
+
+    metadata: AutogradMetadata
+    call: PythonCall | PythonRemoteCall | RRefFetch
+
+
+class RpcWithAutogradReply(Message, frozen=True, tag=21):
+    """The reply of such a call, with every worker the call touched in that context."""
+
+    metadata: AutogradMetadata
+    reply: PythonReply | RRefFetchReply | Ack
+    participants: tuple[WorkerId, ...]
+
+
+class BeginPass(Message, frozen=True, tag=22):
+    """A backward pass of this context has begun at its root; take part, though I have no gradient for you."""
+
+    context_id: ContextId
+    pass_id: PassId
+    root: WorkerId
+    retain_graph: bool
+
+
+class PropagateGradients(Message, frozen=True, tag=23):
+    """Gradients for the tensors of the Send named in the metadata (the tensor table, None where `present` is False),
+    or none at all if `present` is empty."""
+
+    metadata: AutogradMetadata
+    pass_id: PassId
+    root: WorkerId
+    retain_graph: bool
+    present: tuple[bool, ...]
+
+
+class PassDone(Message, frozen=True, tag=24):
+    """This worker has heard all its Sends and run all its regions; `participants` are those it knows of."""
+
+    context_id: ContextId
+    pass_id: PassId
+    participants: tuple[WorkerId, ...]
+
+
+class PassFailed(Message, frozen=True, tag=25):
+    """The pass failed on `worker` (to the root: mine did; from the root: give it up)."""
+
+    context_id: ContextId
+    pass_id: PassId
+    worker: str
+    text: str
+
+
+class CleanupAutogradContext(Message, frozen=True, tag=26):
+    """This context has ended; forget it, and tell those you brought into it."""
+
+    context_id: ContextId
+
+
+class GetGradients(Message, frozen=True, tag=27):
+    """Send me the gradients of this context on your worker; the payload of the reply holds them."""
+
+    context_id: ContextId
+
+
+# --- profiling --------------------------------------------------------------------------------------------------------
+
+
+class RpcWithProfiling(Message, frozen=True, tag=30):
+    """A call made under a profiler: record it under `key` and return the events."""
+
+    key: str
+    call: PythonCall | PythonRemoteCall | RRefFetch | RpcWithAutograd
+
+
+class RpcWithProfilingReply(Message, frozen=True, tag=31):
+    """The reply of such a call; the recorded events precede the result in the payload."""
+
+    reply: PythonReply | RRefFetchReply | Ack | RpcWithAutogradReply
+
+
+# --- membership and the link itself -----------------------------------------------------------------------------------
+
+
+class Ping(Message, frozen=True, tag=40):
+    """Are you there? Answered by an Ack, or by any other message."""
+
+
+class Barrier(Message, frozen=True, tag=41):
+    """I have reached the barrier `key`; the reply comes when all have. `activity` counts what I ever sent and served."""
+
+    key: str
+    worker: str
+    activity: int
+
+
+class BarrierReply(Message, frozen=True, tag=42):
+    """Everyone reached the barrier; `activity` is the sum over all workers."""
+
+    activity: int
+    missing: tuple[str, ...]
+
+
+class ReleaseBlocks(Message, frozen=True, tag=43):
+    """I no longer use these blocks of your shared memory."""
+
+    blocks: tuple[int, ...]
+
+
+class RetireBlocks(Message, frozen=True, tag=44):
+    """I will not use these blocks of my shared memory again; unmap them."""
+
+    blocks: tuple[int, ...]
+
+
+class Goodbye(Message, frozen=True, tag=45):
+    """I am leaving on purpose; what you still ask of me will not be answered."""
+
+    incarnation: Incarnation
+
+
+class DebugWaits(Message, frozen=True, tag=46):
+    """Tell me what you are waiting for; the reply is a WaitsReply."""
+
+
+class WaitsReply(Message, frozen=True, tag=47):
+    """What a worker waits for, one line each, with the worker waited on where there is one."""
+
+    waits: tuple[tuple[str, int], ...]
+
+
+AnyMessage = (
+    PythonCall
+    | PythonReply
+    | ExceptionReply
+    | PythonRemoteCall
+    | Ack
+    | RRefFetch
+    | RRefFetchReply
+    | RRefUserDelete
+    | RRefForkRequest
+    | RRefChildAccept
+    | RRefAck
+    | RRefCreationFailed
+    | RRefFlush
+    | RRefFlushed
+    | RRefBackward
+    | RRefBackwardReply
+    | RpcWithAutograd
+    | RpcWithAutogradReply
+    | BeginPass
+    | PropagateGradients
+    | PassDone
+    | PassFailed
+    | CleanupAutogradContext
+    | GetGradients
+    | RpcWithProfiling
+    | RpcWithProfilingReply
+    | Ping
+    | Barrier
+    | BarrierReply
+    | ReleaseBlocks
+    | RetireBlocks
+    | Goodbye
+    | DebugWaits
+    | WaitsReply
+)
