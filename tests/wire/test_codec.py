@@ -469,6 +469,7 @@ def test_objects_that_fail_to_wake_say_why() -> None:
         (bytes([codec._FLAT_TUPLE, 1, 0]) + msgspec.msgpack.encode(5), 0),
         (bytes([codec._PICKLE_AND_BUFFERS]), 1),
         (bytes([codec._PICKLE_AND_BUFFERS, 9, 0, 0, 0]), 1),
+        (bytes([codec._PICKLE_AND_BUFFERS, 1, 0, 0, 0]), 1),
         (bytes([codec._PICKLE]), 0),
         (bytes([codec._PICKLE]) + b"garbage", 0),
     ],

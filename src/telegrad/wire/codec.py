@@ -335,6 +335,8 @@ def _load(payload: Any, tensors: Sequence[Tensor], find_class: FindClass | None)
         if not 0 < count <= len(tensors):
             raise ProtocolError(f"a payload names {count} buffers in a table of {len(tensors)}")
         for tensor in tensors[-count:]:
+            if tensor.dtype is not torch.uint8 or not tensor.is_cpu or not tensor.is_contiguous():
+                raise ProtocolError(f"a buffer of a payload is not bytes in host memory, but {tensor.dtype}")
             buffers.append(segment_view(Segment(tensor.data_ptr(), tensor.nbytes, tensor)))
         tensors = tensors[:-count]
     file = io.BytesIO(payload)
