@@ -80,19 +80,27 @@ class Built:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
+    """Inputs and sends are drawn among the latest tensors, so that graphs grow deep and several sends share them."""
+
+    def recent(count: int, reach: int = 5) -> int:
+        return max(0, count - 1 - draw(st.integers(0, reach)))
+
+    least = draw(st.sampled_from([0, 2]))  # left to itself, hypothesis draws mostly graphs too small to be cut
     leaves = draw(st.integers(1, 3))
-    received = draw(st.lists(st.integers(1, 2), max_size=3))
+    received = draw(st.lists(st.integers(1, 2), min_size=least, max_size=3))
     count = leaves + sum(received)
     operations = []
-    for _ in range(draw(st.integers(0, 12))):
-        name = draw(st.sampled_from(sorted(OPERATIONS)))
-        operations.append((name, draw(st.integers(0, count - 1)), draw(st.integers(0, count - 1))))
+    for name in draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=4 * least, max_size=14)):
+        operations.append((name, recent(count), recent(count)))
         count += 2 if name in {"split", "swap"} else 1
-    number = draw(st.integers(1, 4))
-    sends = [draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3)) for _ in range(number)]
-    heard = [draw(st.one_of(st.lists(st.booleans(), min_size=len(s), max_size=len(s)), st.none())) for s in sends]
-    order = draw(st.permutations(range(number)))
-    run_after = draw(st.lists(st.booleans(), min_size=number, max_size=number))
+    sends = [
+        [recent(count, 9) for _ in range(size)]
+        for size in draw(st.lists(st.integers(1, 2), min_size=1 + least, max_size=5))
+    ]
+    hears = st.sampled_from([[True, True], [True, True], [True, True], [True, False], [False, True], None])
+    heard = [chosen and chosen[: len(send)] for send, chosen in ((send, draw(hears)) for send in sends)]
+    order = draw(st.permutations(range(len(sends))))
+    run_after = [draw(st.sampled_from([True, True, False])) for _ in sends]
     return Program(leaves, received, operations, sends, heard, order, run_after, draw(st.booleans()))
 
 

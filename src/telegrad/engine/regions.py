@@ -82,8 +82,9 @@ def mark(graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]]) -> dict[N, i
         for child, _ in graph[node]:
             if child is not None:
                 masks[child] |= mask
-                waits[child] -= 1
-                if not waits[child]:
+                if left := waits[child] - 1:
+                    waits[child] = left
+                else:
                     settled.append(child)
     return masks
 
