@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -54,6 +54,13 @@ TORCH = Api(
     "torch.distributed.optim",
     lambda rpc: rpc.TensorPipeRpcBackendOptions(_transports=["uv"]),
 )
+# Without its shared-memory transport torch still reads large tensors out of the other process (its "cma" channel).
+# This one has nothing but sockets; it differs from TORCH in the TCP cases only.
+TORCH_SOCKETS = replace(
+    TORCH,
+    name="torch_sockets",
+    tcp_options=lambda rpc: rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"]),
+)
 TELEGRAD = Api(
     "telegrad",
     "telegrad.rpc",
@@ -64,7 +71,7 @@ TELEGRAD = Api(
 # Ray has no distributed autograd: `benchmarks.ray_peer` offers its actor calls under the names the call cases use.
 RAY = Api("ray", "benchmarks.ray_peer", "benchmarks.ray_peer", "benchmarks.ray_peer", lambda rpc: rpc.tcp_options())
 
-BY_NAME = {api.name: api for api in (TORCH, TELEGRAD, RAY)}
+BY_NAME = {api.name: api for api in (TORCH, TELEGRAD, TORCH_SOCKETS, RAY)}
 
 
 def worker_name(rank: int) -> str:

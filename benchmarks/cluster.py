@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
-from collections.abc import Sequence
-from multiprocessing import connection
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection, forkserver
 from types import TracebackType
 from typing import Any, Self
 
 from benchmarks import apis, worker
+from benchmarks.leash import tie_to_harness
 from benchmarks.worker import Place
 
 PRELOADED = ["torch", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.optim"]
 START_DEADLINE = 60.0
 END_DEADLINE = 10.0
 GRACE = 3.0
+
+
+SETTLE, WATCH = 0.1, 0.3  # seconds after joining, and seconds of doing nothing that are watched
+QUIET = 0.02  # of a core: workers that use more while idle are stopped while others are measured
 
 
 class ClusterError(Exception):
@@ -34,6 +41,7 @@ class Cluster:
     def __init__(self, implementation: str, world_size: int, transport: str, joined: bool = True) -> None:
         context = multiprocessing.get_context("forkserver")
         self.broken = False
+        self.idle: float | None = None
         self._joined = False
         self._pipes: list[connection.Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
@@ -51,6 +59,7 @@ class Cluster:
             if joined:
                 self.order_all("join", free_port(), deadline=START_DEADLINE)
                 self._joined = True
+                self.idle = self._watch_idle()
         except BaseException:
             self.end()
             raise
@@ -62,6 +71,29 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+
+    def _watch_idle(self) -> float:
+        """Cores that the workers together keep busy while nothing is asked of them."""
+        time.sleep(SETTLE)
+        before, begun = sum(self.order_all("cpu", deadline=START_DEADLINE)), time.perf_counter()
+        time.sleep(WATCH)
+        after = sum(self.order_all("cpu", deadline=START_DEADLINE))
+        return float(after - before) / (time.perf_counter() - begun)
+
+    @contextmanager
+    def awake(self) -> Iterator[Self]:
+        """For one round: workers that poll without sleeping must not take the core from whoever is measured next."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield self
+        finally:
+            if self.idle is not None and self.idle > QUIET:
+                self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
 
     def order(self, name: str, *arguments: Any, deadline: float) -> Any:
         """Have worker 0 do something; its answer."""
@@ -109,6 +141,7 @@ class Cluster:
 
     def end(self) -> None:
         """Leave the job in order if it is whole, then end the processes: asked, then killed."""
+        self._signal(signal.SIGCONT)
         if self._joined and not self.broken:
             try:
                 self.order_all("leave", deadline=END_DEADLINE)
@@ -131,6 +164,10 @@ class Cluster:
 def preload() -> None:
     """Have the process that workers are forked from import torch; before the first of them starts."""
     multiprocessing.set_forkserver_preload(PRELOADED)
+    # It inherits that Ctrl-C is ignored: interrupted in the middle of an import, it would only print a traceback.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forkserver.ensure_running()
+    signal.signal(signal.SIGINT, previous)
 
 
 def free_port() -> int:
@@ -142,6 +179,6 @@ def free_port() -> int:
 
 def burn() -> None:
     """Keep one core busy until killed."""
-    parent = os.getppid()
-    while os.getppid() == parent:
+    tie_to_harness()
+    while True:
         sum(range(10_000))

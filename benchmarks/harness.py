@@ -1,7 +1,8 @@
 """Rounds, interleaved: for each case, one round of every implementation after the other, several times over.
 
 A case that cannot run on an implementation is reported with its error, and the rest goes on. Workers are kept from
-case to case as long as the shape of the cluster stays the same.
+case to case as long as the shape of the cluster stays the same, and stopped between their rounds if they do not idle
+quietly.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Measured:
     rounds: list[list[float]] = field(default_factory=list)  # seconds per step
     cpu_caller: list[float] = field(default_factory=list)  # CPU seconds per operation, by round
     cpu_others: list[float] = field(default_factory=list)
-    idle: list[float] = field(default_factory=list)  # CPU seconds per second of all workers while others are measured
+    idle: float | None = None  # cores that all its workers together keep busy while nothing is asked of them
     error: str = ""
 
 
@@ -63,9 +64,6 @@ class Harness:
         self._implementations = implementations
         self._plan = plan
         self._clusters: dict[Shape, Cluster] = {}
-        self._idle_since: dict[
-            Shape, tuple[float, float]
-        ] = {}  # when its last round ended, and the CPU used until then
 
     def __enter__(self) -> Self:
         return self
@@ -86,13 +84,14 @@ class Harness:
                     if measured.error:
                         continue
                     try:
-                        self._round(case, shapes[name], measured)
+                        with self._cluster(shapes[name]).awake() as cluster:
+                            self._round(case, cluster, measured)
                     except ClusterError as error:
                         measured.error = str(error)
         return line
 
-    def _round(self, case: Case, shape: Shape, measured: Measured) -> None:
-        cluster = self._cluster(shape)
+    def _round(self, case: Case, cluster: Cluster, measured: Measured) -> None:
+        measured.idle = cluster.idle
         if case.lifecycle:
             port = free_port()
             start = time.perf_counter()
@@ -100,12 +99,8 @@ class Harness:
             measured.rounds.append([time.perf_counter() - start])
             return
         before = cluster.order_all("cpu", deadline=ROUND_DEADLINE)
-        if shape in self._idle_since:
-            since, used = self._idle_since[shape]
-            measured.idle.append((sum(before) - used) / (time.perf_counter() - since))
         sampled = cluster.order("sample", case.key, self._plan.seconds, self._plan.least_steps, deadline=ROUND_DEADLINE)
         after = cluster.order_all("cpu", deadline=ROUND_DEADLINE)
-        self._idle_since[shape] = time.perf_counter(), sum(after)
         caller, *others = (end - begin for begin, end in zip(before, after, strict=True))
         operations = sampled.steps * case.operations
         measured.rounds.append(sampled.seconds)
@@ -115,7 +110,6 @@ class Harness:
     def _cluster(self, shape: Shape) -> Cluster:
         cluster = self._clusters.get(shape)
         if cluster is None or cluster.broken:
-            self._idle_since.pop(shape, None)
             if cluster is not None:
                 cluster.end()
             implementation, workers, transport, joined = shape
@@ -124,7 +118,6 @@ class Harness:
 
     def _keep_only(self, shapes: set[Shape]) -> None:
         for shape in [shape for shape in self._clusters if shape not in shapes]:
-            self._idle_since.pop(shape, None)
             self._clusters.pop(shape).end()
 
 

@@ -21,6 +21,7 @@ from multiprocessing import connection
 
 from benchmarks import apis
 from benchmarks.cases import MB, Case
+from benchmarks.leash import tie_to_harness
 
 MESSAGE = 200
 SIZES = (1, 16, 128)  # megabytes: those of the cases
@@ -140,6 +141,7 @@ def _ready(stream: socket.socket) -> socket.socket:
 
 def _answer(orders: connection.Connection) -> None:
     """The other end: each message says how many bytes follow; it reads those and sends the message back."""
+    tie_to_harness()
     family, address = orders.recv()
     buffer = memoryview(bytearray(max(SIZES) * MB))
     with socket.socket(family, socket.SOCK_STREAM) as stream:

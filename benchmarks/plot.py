@@ -33,7 +33,15 @@ def draw(records: Sequence[Record], machine: Record, path: Path) -> bool:
     )
     aims = [(record["aim"], place) for place, record in zip(places, drawn, strict=True) if record["aim"]]
     if aims:
-        axes.scatter(*zip(*aims, strict=True), marker="|", s=180, color="#2e7d32", label="aim", zorder=3)
+        axes.scatter(
+            [aim for aim, _ in aims],
+            [place for _, place in aims],
+            marker="|",
+            s=180,
+            color="#2e7d32",
+            label="aim",
+            zorder=3,
+        )
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(places, [record["title"] for record in drawn])
     axes.invert_yaxis()

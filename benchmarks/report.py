@@ -55,8 +55,8 @@ def _cost(measured: Measured, operations: int) -> Record:
     if measured.cpu_caller:
         cost["cpu_caller"] = statistics.median(measured.cpu_caller)
         cost["cpu_others"] = statistics.median(measured.cpu_others)
-    if measured.idle:
-        cost["idle"] = statistics.median(measured.idle)
+    if measured.idle is not None:
+        cost["idle"] = measured.idle
     return cost
 
 
@@ -110,9 +110,11 @@ def row(record: Record, implementations: Sequence[str], base: Record | None, wit
     cells.append(f"{ratio['median']:.1f}x ({ratio['low']:.1f}-{ratio['high']:.1f}){_verdict(record)}" if ratio else "")
     cells.append(_bar(record))
     cells.append(f"{record['aim']:g}x" if record["aim"] else "")
-    subject = costs.get(OURS if OURS in implementations else implementations[-1], {})
+    subject_name = OURS if OURS in implementations else implementations[0]
+    subject = costs[subject_name]
     cells.append(f"{record['limit'] / subject['median']:.0%}" if record["limit"] and "median" in subject else "")
-    return [*cells, _change(subject, base)] if with_base else cells
+    before = (base or {}).get("costs", {}).get(subject_name, {})
+    return [*cells, _change(subject, before)] if with_base else cells
 
 
 def _brief(text: str, most: int = 70) -> str:
@@ -134,9 +136,8 @@ def _verdict(record: Record) -> str:
     return ""
 
 
-def _change(cost: Record, base: Record | None) -> str:
-    """How the cost moved; within the spread of either run it is called equal."""
-    before = (base or {}).get("costs", {}).get(OURS, {})
+def _change(cost: Record, before: Record) -> str:
+    """How the cost moved, and whether the rounds of the two runs lie apart."""
     if "median" not in before or "median" not in cost:
         return "new"
     change = f"{cost['median'] / before['median'] - 1:+.0%}"
@@ -168,5 +169,5 @@ def cpu_rows(records: Sequence[Record], implementations: Sequence[str]) -> list[
             ]
             rows.append([record["title"], *cells])
     idle = [[record["costs"][name].get("idle", 0.0) for record in records] for name in implementations]
-    rows.append(["all workers idle, share of a core at most", *(f"{max(shares, default=0.0):.2%}" for shares in idle)])
+    rows.append(["all workers idle, share of a core at most", *(f"{max(shares, default=0.0):.1%}" for shares in idle)])
     return rows

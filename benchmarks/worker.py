@@ -7,15 +7,14 @@ text). The process ends when the pipe closes or the harness is gone.
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 import warnings
 from dataclasses import dataclass
-from multiprocessing import connection, parent_process
+from multiprocessing import connection
 from typing import Any
 
 from benchmarks import apis, cases
+from benchmarks.leash import tie_to_harness
 
 WARM_UP_SHARE = 0.1
 
@@ -39,11 +38,10 @@ class Sampled:
 
 
 def main(place: Place, orders: connection.Connection) -> None:
-    """Entry point of the process. Ctrl-C is for the harness, which ends its workers itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Entry point of the process."""
     # What torch says about its own deprecations is not for the reader of the table; it resets filters, hence not those.
     warnings.showwarning = lambda *_, **__: None
-    threading.Thread(target=_end_with_harness, daemon=True).start()
+    tie_to_harness()
     worker = Worker(place)
     while True:
         try:
@@ -55,14 +53,6 @@ def main(place: Place, orders: connection.Connection) -> None:
         except BaseException as error:
             answer = ("error", _in_one_line(error))
         orders.send(answer)
-
-
-def _end_with_harness() -> None:
-    """Also ends a worker that is stuck in a call and so would not notice the closed pipe."""
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def _in_one_line(error: BaseException) -> str:
