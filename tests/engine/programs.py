@@ -50,7 +50,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
     "in place": lambda a, b: ((a * 2).mul_(b),),
     "split": lambda a, b: tuple(torch.cat([a, b]).split(2)),
     "view": lambda a, b: (a.flip(0).view(1, 2).squeeze(0),),
-    "swap": lambda a, b: Swap.apply(a, b),
+    "swap": Swap.apply,
     "forget": lambda a, b: (Forget.apply(a, b),),
 }
 

@@ -1,4 +1,4 @@
-"""`LocalPass` on random programs, heard in any order, equals one `torch.autograd.backward`: gradients, Recvs and hooks."""
+"""`LocalPass` on random programs, heard in any order, equals one `torch.autograd.backward`: leaves, Recvs, hooks."""
 
 from hypothesis import given
 

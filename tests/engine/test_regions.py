@@ -40,7 +40,7 @@ def programs(draw: st.DrawFn) -> Program:
             st.lists(st.one_of(st.none(), st.integers(node + 1, inner + leaves - 1)), min_size=1, max_size=3)
         )
         graph[node] = tuple((child, 0) for child in children)
-    graph |= {node: () for node in range(inner, inner + leaves)}
+    graph |= dict.fromkeys(range(inner, inner + leaves), ())
     count = draw(st.integers(1, 4))
     roots = [draw(st.lists(st.integers(0, inner + leaves - 1), max_size=3)) for _ in range(count)]
     program = Program(graph, roots, [], draw(st.permutations(range(count))))

@@ -14,36 +14,46 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from telegrad.autograd.functions import anchored
+from telegrad.autograd.functions import ANCHOR, anchored
 
-_OUTSIDE, _STOP, _INSIDE = 0, 1, 2
+_LAST, _OUTSIDE, _STOP, _INSIDE = range(4)  # sequence numbers, taken from the highest to the lowest
 
 
 @contextmanager
-def cut_before(outside: Collection[Node], inside: Collection[Node]) -> Iterator[GradientEdge]:
-    """Within, an engine call with the edge yielded among its roots runs `inside` and ends before `outside`.
+def cut_before(outside: Collection[Any], inside: Collection[Any]) -> Iterator[GradientEdge]:
+    """Within, an engine call with the edge yielded among its roots runs the nodes `inside` and ends before `outside`.
 
     The calling thread does all of it, whatever devices the nodes are for: each device's thread has a queue of its own
     otherwise, and no order holds between two.
     """
     stop = anchored(_Stop)
-    kept = [(node, _number(node)) for node in outside]
-    kept += [(node, number) for node in inside if (number := _number(node)) < _INSIDE]
+    kept = [(node, node._sequence_nr()) for node in outside]
+    early = [(node, number) for node in inside if (number := node._sequence_nr()) < _INSIDE]
     try:
-        for node, _ in kept[len(outside) :]:
-            _set_number(node, _INSIDE)
+        for node, _ in early:
+            node._set_sequence_nr(_INSIDE)
         for node in outside:
-            _set_number(node, _OUTSIDE)
-        _set_number(stop.grad_fn, _STOP)
+            node._set_sequence_nr(_OUTSIDE)
+        _set_number(stop, _STOP)
         with torch.autograd.set_multithreading_enabled(False):
             yield get_gradient_edge(stop)
     except _Stopped:
         pass
     finally:
-        for node, number in kept:
-            _set_number(node, number)
+        empty_queue()  # before the numbers change back: the queue is a heap, ordered by them
+        for node, number in kept + early:
+            node._set_sequence_nr(number)
+
+
+def empty_queue() -> None:
+    """Let the engine drop what an exception left in this thread's queue: nodes that were ready, with their gradients.
+
+    It drops them unvisited when it comes across them, in the thread's next call. This one has a single node, the last
+    of all in the queue.
+    """
+    torch.autograd.grad([_LAST_EDGE], [ANCHOR], [torch.zeros(())], retain_graph=True)
 
 
 class _Stopped(Exception):
@@ -60,10 +70,20 @@ class _Stop(torch.autograd.Function):
         raise _Stopped
 
 
-def _number(node: Any) -> int:
-    number: int = node._sequence_nr()
-    return number
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor) -> Tensor:
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
-def _set_number(node: Any, number: int) -> None:
-    node._set_sequence_nr(number)
+def _set_number(tensor: Any, number: int) -> None:
+    tensor.grad_fn._set_sequence_nr(number)
+
+
+_last = anchored(_Pass)
+_set_number(_last, _LAST)
+_LAST_EDGE = get_gradient_edge(_last)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Gradients, RecvNode
-from telegrad.engine.cut import cut_before
+from telegrad.engine.cut import cut_before, empty_queue
 from telegrad.engine.leaves import LeafSums, claimed, grads_aside, hooks_held, variable_of
 from telegrad.engine.regions import Batch, Edges, Plan, Way
 from telegrad.errors import AutogradError, GradientMismatch
@@ -80,6 +80,11 @@ class LocalPass(Generic[K]):
         with self._lock:
             return tuple(self._unheard)
 
+    def __repr__(self) -> str:
+        state = "done" if self.done else "over" if self._over else "running" if self._running else "idle"
+        waiting = ", ".join(map(repr, self._unheard))
+        return f"<LocalPass {state}{f', waiting for {waiting}' if waiting else ''}>"
+
     def start(self) -> None:
         """Walk the graph, and tell the Recvs that nothing reaches."""
         entries = [[edge.node for edge in edges] for edges in self._sends.values()]
@@ -135,6 +140,7 @@ class LocalPass(Generic[K]):
                     self._run_cut(batch.nodes, roots)
                     self._tell_none(batch.recvs)
         except BaseException:
+            empty_queue()
             with self._lock:
                 self._over = True
                 self._running = False

@@ -1,0 +1,231 @@
+"""The passes of one worker and the messages between them. The control plane is a star around each pass's root.
+
+    root                         participant
+    PropagateGradients  ------>  begins the pass; hears; runs; tells others
+    or BeginPass
+                        <------  PassDone, or the error, as the reply
+
+Gradients flow between any two workers; who is done is told to the root alone. A worker that knows of a participant the
+root did not name brings it in itself, and names it when it is done.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.functions import Gradients
+from telegrad.autograd.registry import Registry, registry_of
+from telegrad.engine.passes import Pass
+from telegrad.errors import AutogradError, ContextNotFound, TelegradError, WorkerDied
+from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.pending import Slot
+from telegrad.rpc.session import Request
+from telegrad.rpc.workers import Member
+from telegrad.wire.codec import Packed
+from telegrad.wire.messages import (
+    AbortPass,
+    AnyMessage,
+    AutogradMetadata,
+    BeginPass,
+    PassDone,
+    PropagateGradients,
+    PropagateGradientsReply,
+)
+
+log = logging.getLogger("telegrad.engine")
+
+
+class Service:
+    """The engine of one agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.registry: Registry = registry_of(agent)
+        self.here = agent.member.worker_id
+        self._pass_ids = count_from(self.here)
+        self._lock = threading.Lock()
+        self._passes: dict[ContextId, Pass] = {}  # the latest of each context
+
+    def name_of(self, worker: WorkerId) -> str:
+        """A worker's name, for texts."""
+        member = self.agent.directory.by_id(worker)
+        return str(worker) if member is None else member.name
+
+    def next_pass_id(self) -> PassId:
+        """An id for a pass whose root is here."""
+        return PassId(next(self._pass_ids))
+
+    # --- passes ---
+
+    def begin(
+        self,
+        context: Context,
+        pass_id: PassId,
+        root: WorkerId,
+        retain_graph: bool,
+        known: Iterable[WorkerId],
+        roots: list[Any] | None = None,
+    ) -> Pass:
+        """The pass of that id, begun now if this is the first word of it here."""
+        with self._lock:
+            latest = self._passes.get(context.context_id)
+            if latest is not None and latest.pass_id == pass_id:
+                return latest
+            if latest is not None and not latest.finished:
+                raise AutogradError(
+                    f"worker {self.agent.info.name!r} is still in another backward pass of context {context.context_id} "
+                    f"({latest}); passes over one context run one after the other"
+                )
+            context.check_usable()
+            begun = self._passes[context.context_id] = Pass(self, context, pass_id, root, retain_graph, known)
+        context.waiting_for = begun.waiting_for
+        begun.begin(roots)
+        return begun
+
+    def guard(self, pass_: Pass, action: Callable[[], None]) -> None:
+        """Do something in a pass; an error of it ends the pass, here and, through the root, everywhere."""
+        try:
+            action()
+        except Exception as error:
+            pass_.fail(error)
+
+    def passes(self) -> list[Pass]:
+        """The latest pass of each context."""
+        with self._lock:
+            return list(self._passes.values())
+
+    def forget(self, context_id: ContextId) -> None:
+        """The context has ended: so have its passes."""
+        with self._lock:
+            pass_ = self._passes.pop(context_id, None)
+        if pass_ is not None and not pass_.finished:
+            pass_.fail(AutogradError(f"context {context_id} ended while a backward pass over it was running"))
+
+    # --- telling others ---
+
+    def spread(self, pass_: Pass, will_hear: set[WorkerId]) -> None:
+        """Bring in the participants that nobody else is known to tell. `will_hear` get a message of a Recv anyway."""
+        newcomers = pass_.context.participants - pass_.known - {self.here, pass_.root}
+        pass_.known |= newcomers | {self.here, pass_.root}
+        for worker in newcomers - will_hear:
+            self.invite(pass_, worker)
+
+    def invite(self, pass_: Pass, worker: WorkerId) -> None:
+        """Tell a worker of the pass without a gradient."""
+        message = BeginPass(
+            pass_.context.context_id, pass_.pass_id, pass_.root, pass_.retain_graph, tuple(pass_.known)
+        )
+        self._request(pass_, worker, message, Packed(b"", []))
+
+    def tell(self, pass_: Pass, worker: WorkerId, message_id: MessageId, gradients: Gradients | None) -> None:
+        """Give the peer of a Recv its gradients, or tell it that none will come."""
+        present = () if gradients is None else tuple([gradient is not None for gradient in gradients])
+        message = PropagateGradients(
+            AutogradMetadata(pass_.context.context_id, message_id),
+            pass_.pass_id,
+            pass_.root,
+            pass_.retain_graph,
+            tuple(pass_.known),
+            present,
+        )
+        tensors = [] if gradients is None else [gradient.detach() for gradient in gradients if gradient is not None]
+        self._request(pass_, worker, message, Packed(b"", tensors))
+
+    def _request(self, pass_: Pass, worker: WorkerId, message: AnyMessage, packed: Packed) -> None:
+        member = self._member(worker)
+        context_id = pass_.context.context_id
+        what = f"its part in the backward pass of context {context_id}"
+        if pass_.root == self.here:
+            pass_.service_root.ask(worker, member, message, packed, what)  # type: ignore[attr-defined]
+            return
+
+        def taken(slot: Slot) -> None:
+            self.guard(pass_, lambda: self._check_taken(slot))
+
+        self.agent.send(member, message, packed, timeout=0.0, what=lambda: what, complete=taken)
+
+    def _check_taken(self, slot: Slot) -> None:
+        self.agent.reply_frame(slot)
+
+    def _member(self, worker: WorkerId) -> Member:
+        member = self.agent.directory.by_id(worker)
+        if member is None:
+            raise WorkerDied(f"worker {worker} has left; it had a part in this backward pass.")
+        return member
+
+    # --- hearing from others ---
+
+    def serve_begin(self, request: Request) -> None:
+        """The handler of `BeginPass`."""
+        message = request.message
+        assert type(message) is BeginPass
+        context = self.registry.get(message.context_id)
+        if context is None:
+            self.agent.reply(request, PassDone(()))  # no call of that context ever arrived here: nothing to do
+            return
+        pass_ = self.begin(context, message.pass_id, message.root, message.retain_graph, message.participants)
+        self._answer(request, pass_, message.root)
+
+    def serve_gradients(self, request: Request) -> None:
+        """The handler of `PropagateGradients`."""
+        message = request.message
+        assert type(message) is PropagateGradients
+        context = self.registry.find(message.metadata.context_id)
+        tensors = self.agent.received(request)
+        if sum(message.present) != len(tensors):
+            raise AutogradError(
+                f"{len(tensors)} gradients came for message {message.metadata.message_id} of context "
+                f"{context.context_id}, but {sum(message.present)} were announced; they were not used"
+            )
+        arrived = iter(tensors)
+        gradients = [next(arrived) if there else None for there in message.present] if message.present else None
+        pass_ = self.begin(context, message.pass_id, message.root, message.retain_graph, message.participants)
+        pass_.hear(message.metadata.message_id, gradients)
+        self._answer(request, pass_, message.root)
+
+    def _answer(self, request: Request, pass_: Pass, root: WorkerId) -> None:
+        """The root is answered when this worker is done, anyone else at once."""
+        if request.caller.worker_id != root:
+            self.agent.reply(request, PropagateGradientsReply())
+            return
+
+        def done(ended: Pass) -> None:
+            if ended.error is not None:
+                self.agent.fail(request, ended.error)
+            else:
+                self.agent.reply(request, PassDone(tuple(ended.context.participants | ended.known)))
+
+        pass_.when_ended(done)
+
+    def serve_abort(self, request: Request) -> None:
+        """The handler of `AbortPass`."""
+        message = request.message
+        assert type(message) is AbortPass
+        context = self.registry.get(message.context_id)
+        if context is None:
+            return
+        with self._lock:
+            pass_ = self._passes.get(message.context_id)
+        if message.fatal:
+            context.failure = message.text
+        if pass_ is not None and pass_.pass_id == message.pass_id:
+            pass_.fail(AutogradError(f"the backward pass failed on worker {message.worker!r}: {message.text}"))
+
+    def lost(self, member: Member) -> None:
+        """A worker is gone: contexts it opened end, contexts it had a part in cannot be used any more."""
+        for context in self.registry.contexts():
+            if context.opened_by == member.worker_id:
+                self.registry.end(context.context_id)
+                self.forget(context.context_id)
+            elif member.worker_id in context.participants:
+                text = f"worker {member.name!r}, which had a part in it, is gone."
+                context.failure = text
+                with self._lock:
+                    pass_ = self._passes.get(context.context_id)
+                if pass_ is not None:
+                    pass_.fail(WorkerDied(text, worker=member.name, incarnation=member.incarnation))
+
+

@@ -1,0 +1,135 @@
+"""Send and Recv nodes alone: what they look like to torch, what memory they share, and which gradients they accept."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad.autograd.functions import Gradients, SendNode, TensorMeta, attach_recv
+from telegrad.errors import AutogradError, GradientMismatch
+from telegrad.ids import MessageId, WorkerId
+
+MESSAGE, PEER = MessageId(42), WorkerId(1)
+
+
+def test_received_tensors_share_one_node_and_require_grad() -> None:
+    (first, second), recv = attach_recv([torch.ones(2), torch.ones(3)], MESSAGE, PEER)
+    assert first.requires_grad and second.requires_grad
+    assert first.grad_fn is second.grad_fn is recv.node
+    assert (first.output_nr, second.output_nr) == (0, 1)
+    assert recv.node.name() == recv.name() == "torch::distributed::autograd::RecvRpcBackward"
+    assert recv.next_functions == recv.node.next_functions
+    assert recv.metas == (TensorMeta.of(first), TensorMeta.of(second))
+    assert repr(recv) == "<RecvNode 42: 2 tensors from worker 1>"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(6.0),
+        lambda: torch.arange(6.0).view(2, 3),
+        lambda: torch.arange(6.0).view(2, 3).t(),
+        lambda: torch.arange(6.0).as_strided((2, 2), (1, 2)),
+        lambda: torch.tensor(1.0),
+        lambda: torch.empty(0),
+        lambda: torch.zeros(2, dtype=torch.complex64),
+        lambda: torch.frombuffer(bytearray(16), dtype=torch.float32),
+    ],
+)
+def test_received_tensors_keep_their_memory_and_may_change_in_place(make: Any) -> None:
+    tensor, other = make(), make()
+    pointer = tensor.data_ptr()
+    (received, _), recv = attach_recv([tensor, other], MESSAGE, PEER)
+    assert received.data_ptr() == pointer
+    assert received.stride() == tensor.stride()
+    arrived: list[Gradients] = []
+    recv.deliver = arrived.append
+    received.mul_(2)
+    assert received.data_ptr() == pointer
+    received.backward(torch.ones_like(received))
+    assert torch.equal(arrived[0][0], torch.full_like(received, 2))  # type: ignore[arg-type]
+    assert arrived[0][1] is None
+
+
+def test_one_tensor_twice_in_a_message_gives_its_gradient_once() -> None:
+    tensor = torch.ones(2)
+    (first, second), recv = attach_recv([tensor, tensor], MESSAGE, PEER)
+    arrived: list[Gradients] = []
+    recv.deliver = arrived.append
+    (first + second * 2).sum().backward()
+    assert torch.equal(sum(g for g in arrived[0] if g is not None), torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_receiving_does_not_depend_on_the_threads_grad_mode(mode: Any) -> None:
+    tensor = torch.ones(2)
+    with mode():
+        (received,), recv = attach_recv([tensor], MESSAGE, PEER)
+    assert received.grad_fn is recv.node
+
+
+def test_a_plain_backward_through_a_received_tensor_says_what_to_call() -> None:
+    (received,), _ = attach_recv([torch.ones(2)], MESSAGE, PEER)
+    with pytest.raises(AutogradError, match=r"worker 1 \(message 42\).*telegrad.autograd.backward"):
+        received.sum().backward()
+
+
+def test_a_recv_forms_no_cycle() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        (received,), recv = attach_recv([torch.ones(2)], MESSAGE, PEER)
+        out = received * 2
+        alive = [weakref.ref(recv), weakref.ref(received)]
+        del received, recv, out
+        assert [ref() for ref in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_send_looks_to_torch_like_its_own() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    product = leaf * 3
+    send = SendNode(MESSAGE, PEER, [leaf, product, product])
+    assert send.name() == "torch::distributed::autograd::SendRpcBackward"
+    (leaf_node, leaf_nr), (node, number), again = send.next_functions
+    assert leaf_node.name() == "torch::autograd::AccumulateGrad"
+    assert leaf_node.variable is leaf  # type: ignore[attr-defined]
+    assert (leaf_nr, number) == (0, 0)
+    assert node is product.grad_fn
+    assert again == (node, number)
+    assert repr(send) == "<SendNode 42: 3 tensors to worker 1>"
+
+
+def test_a_send_stays_with_the_value_that_was_sent() -> None:
+    product = torch.ones(2, requires_grad=True) * 3
+    sent_by = product.grad_fn
+    send = SendNode(MESSAGE, PEER, [product])
+    product.mul_(2)
+    assert send.next_functions[0][0] is sent_by is not product.grad_fn
+
+
+@pytest.mark.parametrize(
+    ("gradients", "complaint"),
+    [
+        ([], "worker 1 returned 0 gradients for message 42, which sent 2 tensors"),
+        ([None] * 3, "returned 3 gradients"),
+        ([None, torch.ones(3)], r"gradient of \(3,\) torch.float32 on cpu for tensor 1 of message 42, which is \(2,\)"),
+        ([torch.ones(2, dtype=torch.float64), None], r"\(2,\) torch.float64 on cpu for tensor 0"),
+        ([torch.ones(2, device="meta"), None], r"\(2,\) torch.float32 on meta for tensor 0"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(gradients: list[Tensor | None], complaint: str) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    with pytest.raises(GradientMismatch, match=complaint):
+        SendNode(MESSAGE, PEER, [leaf, leaf * 2]).check(gradients)
+
+
+def test_gradients_that_fit_may_be_missing_or_sparse() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    send = SendNode(MESSAGE, PEER, [leaf, leaf * 2])
+    send.check([None, None])
+    send.check([torch.ones(2).to_sparse(), torch.ones(2)])
