@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,14 +32,24 @@ from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello, Welcome
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
-from telegrad.wire.messages import AnyMessage, ExceptionReply, Goodbye
+from telegrad.wire.messages import AnyMessage, Barrier, ExceptionReply, Goodbye
 from telegrad.wire.tensors import describe, rebuild
 
 log = logging.getLogger("telegrad.rpc")
 
 Handler = Callable[[Request], None]
-# What a layer above makes of the reply of a call it wrapped: the inner reply, and the tensors to unpack it with.
-OnReply = Callable[[AnyMessage, list[torch.Tensor]], tuple[AnyMessage, list[torch.Tensor]]]
+
+
+class OnReply(Protocol):
+    """What a layer above does about the reply of a call it wrapped. Called or closed, once."""
+
+    def __call__(self, message: AnyMessage, tensors: list[torch.Tensor]) -> tuple[AnyMessage, list[torch.Tensor]]:
+        """The reply came: the inner reply, and the tensors to unpack it with."""
+
+    def close(self) -> None:
+        """No reply will come."""
+
+
 # Sees a call going out, with its tensors; returns the wrapped call and what to do with the reply, or None.
 CallHook = Callable[[WorkerId, AnyMessage, list[torch.Tensor]], tuple[AnyMessage, OnReply] | None]
 
@@ -69,7 +79,9 @@ class Agent:
         self.health = Health(self)
         self.handlers: dict[type[Any], Handler] = {}
         self.call_hooks: list[CallHook] = []
+        self.on_late_reply: list[Callable[[Frame, WorkerId], None]] = []
         self.on_death: list[Callable[[Member], None]] = []
+        self.extensions: dict[type[Any], Any] = {}  # what layers above keep for this agent
         self.before_shutdown: list[Callable[[], None]] = []
         self.on_close: list[Callable[[], None]] = []
         self.missing_at: Callable[[str], list[str]] = lambda _: []
@@ -116,7 +128,9 @@ class Agent:
             return member if member is not None and member.name == to.name else None
         if isinstance(to, int) and not isinstance(to, bool):
             return self.directory.by_id(to)
-        raise TypeError(f"a worker is named by its name, its rank or its WorkerInfo, got {to!r}")
+        raise UnknownWorker(
+            f"Cannot get WorkerInfo from name {to!r}: a worker is named by its name, its rank or its WorkerInfo"
+        )
 
     def look_for_news(self) -> None:
         """Read what others published since the last time."""
@@ -248,12 +262,22 @@ class Agent:
 
     def value(self, slot: Slot, member: Member, on_reply: OnReply | None = None) -> Any:
         """The value that `member` sent as the reply of a call."""
-        frame = self.reply_frame(slot)
+        try:
+            frame = self.reply_frame(slot)
+        except BaseException:
+            if on_reply is not None:
+                on_reply.close()
+            raise
         slot.frame = None  # the memory of its tensors belongs to them alone
         tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
         if on_reply is not None:
             _, tensors = on_reply(frame.message, tensors)
         return unpack_from(self, member, frame.payload, tensors) if len(frame.payload) else None
+
+    def late_reply(self, frame: Frame, member: Member) -> None:
+        """A reply came that nobody waits for any more."""
+        for note in self.on_late_reply:
+            note(frame, member.worker_id)
 
     def complete(self, slot: Slot) -> None:
         """Complete a slot from a thread that must not run a user's callbacks."""
@@ -285,7 +309,8 @@ class Agent:
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
         handler = self.handlers.get(type(request.message))
-        self.calls_served += 1
+        if type(request.message) is not Barrier:  # a shutdown must not count its own barriers as work that goes on
+            self.calls_served += 1
         try:
             if handler is None:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
