@@ -19,20 +19,19 @@ from typing import Self
 from benchmarks.cases import Case
 from benchmarks.cluster import Cluster, ClusterError, burn, free_port
 
-ROUND_DEADLINE = 90.0
-
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure: rounds per case, seconds per round, and the fewest steps a round may have."""
+    """How long to measure: rounds per case, seconds per round, fewest steps of a round, seconds until it is given up."""
 
     rounds: int
     seconds: float
     least_steps: int
+    deadline: float
 
 
-FULL = Plan(rounds=7, seconds=0.4, least_steps=3)
-QUICK = Plan(rounds=3, seconds=0.12, least_steps=1)
+FULL = Plan(rounds=7, seconds=0.4, least_steps=3, deadline=90.0)
+QUICK = Plan(rounds=3, seconds=0.12, least_steps=1, deadline=12.0)
 
 
 @dataclass
@@ -95,12 +94,14 @@ class Harness:
         if case.lifecycle:
             port = free_port()
             start = time.perf_counter()
-            cluster.order_all("join_and_leave", port, deadline=ROUND_DEADLINE)
+            cluster.order_all("join_and_leave", port, deadline=self._plan.deadline)
             measured.rounds.append([time.perf_counter() - start])
             return
-        before = cluster.order_all("cpu", deadline=ROUND_DEADLINE)
-        sampled = cluster.order("sample", case.key, self._plan.seconds, self._plan.least_steps, deadline=ROUND_DEADLINE)
-        after = cluster.order_all("cpu", deadline=ROUND_DEADLINE)
+        before = cluster.order_all("cpu", deadline=self._plan.deadline)
+        sampled = cluster.order(
+            "sample", case.key, self._plan.seconds, self._plan.least_steps, deadline=self._plan.deadline
+        )
+        after = cluster.order_all("cpu", deadline=self._plan.deadline)
         caller, *others = (end - begin for begin, end in zip(before, after, strict=True))
         operations = sampled.steps * case.operations
         measured.rounds.append(sampled.seconds)
