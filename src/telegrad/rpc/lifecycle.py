@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from telegrad.errors import AlreadyInitialized, RendezvousError, ShutdownError, TelegradError, WorkerDied
 from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.agent import Agent
@@ -35,7 +37,6 @@ _LOOK_SECONDS = 0.001
 layers: list[Callable[[Agent], None]] = []
 
 _lock = threading.Lock()
-_generation = 0
 
 
 def init_rpc(
@@ -63,11 +64,19 @@ def init_rpc(
     rank, world_size = _from_environment(options.init_method, rank, world_size)
     if world_size is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of worker {name!r} is not within 0..{world_size - 1}")
+    start_worker(name, rank, world_size, options)
+
+
+def start_worker(
+    name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any = None
+) -> Agent:
+    """Start the agent of this process; the workers meet in `store`, or where the options say."""
     with _lock:
         if current_agent() is not None:
             raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
-        agent = _start(name, rank, world_size, options)
+        agent = _start(name, rank, world_size, options, store)
         set_current_agent(agent)
+        return agent
 
 
 def _from_environment(init_method: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
@@ -78,13 +87,11 @@ def _from_environment(init_method: str, rank: int, world_size: int | None) -> tu
     return rank, world_size
 
 
-def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Agent:
-    global _generation  # noqa: PLW0603 - counts the agents of this process, under the lock
-    store = open_store(options.init_method, rank, world_size, options.rendezvous_timeout)
-    prefix = f"static/{_generation}" if world_size else "open"
-    _generation += 1
+def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any) -> Agent:
+    if store is None:
+        store = open_store(options.init_method, rank, world_size, options.rendezvous_timeout)
     try:
-        place = MeetingPlace(store, prefix)
+        place = MeetingPlace(store, "static" if world_size else "open")
         worker_id = rank if rank >= 0 else place.next_id()
         check_id(worker_id)
         secret = options.secret_bytes
@@ -107,6 +114,7 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
         _meet(agent, place, member, world_size)
         agent.health.start_heartbeat()
     except BaseException:
+        _leave(agent)
         agent.close(farewell=False)
         raise
     return agent
@@ -131,17 +139,30 @@ def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | N
 
 
 def _check_clash(agent: Agent, members: list[Member], mine: Member, world_size: int | None) -> None:
-    """Two workers of one name and different ranks are a mistake; the same rank again is a restart."""
-    names = {m.name: m for m in agent.directory.members()}
+    """Two living workers of one name are a mistake. The same rank again is a restart, so is the name of a dead one."""
+    present = {m.worker_id: m for m in agent.directory.members()}
     for member in members:
-        other = names.get(member.name)
-        if other is not None and other.worker_id != member.worker_id and not member.leaving and world_size is not None:
-            raise RendezvousError(
-                f"RPC worker name {member.name!r} is not unique: workers {other.worker_id} and {member.worker_id} both use it. "
-                "Give each worker a name of its own"
-            )
         if not member.leaving:
-            names[member.name] = member
+            present[member.worker_id] = member
+        elif member.worker_id in present and present[member.worker_id].incarnation == member.incarnation:
+            del present[member.worker_id]
+    present[mine.worker_id] = mine
+    names: dict[str, Member] = {}
+    for member in present.values():
+        other = names.setdefault(member.name, member)
+        if other is not member and (world_size is not None or _answers(agent, other if member is mine else member)):
+            raise RendezvousError(
+                f"RPC worker name {member.name!r} is not unique: workers {other.worker_id} and {member.worker_id} both use "
+                "it. Give each worker a name of its own"
+            )
+
+
+def _answers(agent: Agent, member: Member) -> bool:
+    try:
+        agent.link(member).connection()
+    except (TelegradError, OSError):
+        return False
+    return True
 
 
 def _register(agent: Agent) -> None:
@@ -198,25 +219,22 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     agent = require_agent()
     try:
         if graceful:
-            _wait_for_all(agent, timeout)
+            wait_for_all(agent, timeout)
     finally:
         with _lock:
             if current_agent() is agent:
                 set_current_agent(None)
+        _leave(agent)
         agent.close()
 
 
-def _wait_for_all(agent: Agent, timeout: float) -> None:
+def wait_for_all(agent: Agent, timeout: float, leaving: bool = True) -> None:
+    """Wait until all workers wait here and nothing is under way. Those `leaving` let go of what they hold first."""
     deadline = time.monotonic() + timeout if timeout else float("inf")
     if agent.world_size is None:
         _drain(agent, deadline, timeout)
         for prepare in agent.before_shutdown:
             prepare()
-        if agent.place is not None:
-            try:
-                agent.place.publish(Member(**{**_fields(agent.member), "leaving": True}))
-            except RuntimeError as error:
-                log.debug("the meeting place is gone: %s", error)
         return
     previous = -1
     generation = 0
@@ -232,16 +250,26 @@ def _wait_for_all(agent: Agent, timeout: float) -> None:
                 f"Still running: {alive}"
             ) from error
         if generation == 0:
-            for prepare in agent.before_shutdown:
+            for prepare in agent.before_shutdown if leaving else ():
                 prepare()
         elif total == previous:
-            return
+            break
         previous = total
         generation += 1
+    if leaving:
+        # Whoever comes back to this meeting place must find that all have left it, also those that were slower to leave.
+        _leave(agent)
+        barrier(agent, "shutdown/left", 0, deadline)
 
 
-def _fields(member: Member) -> dict[str, Any]:
-    return {f: getattr(member, f) for f in member.__struct_fields__}
+def _leave(agent: Agent) -> None:
+    """Put on record that this worker is gone, once."""
+    if agent.place is not None:
+        place, agent.place = agent.place, None
+        try:
+            place.publish(msgspec.structs.replace(agent.member, leaving=True))
+        except RuntimeError as error:
+            log.debug("the meeting place is gone: %s", error)
 
 
 def _drain(agent: Agent, deadline: float, timeout: float) -> None:
