@@ -22,7 +22,7 @@ from benchmarks.cluster import Cluster, ClusterError, burn, free_port
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure: rounds per case, seconds per round, fewest steps of a round, seconds until it is given up."""
+    """How long to measure: rounds per case, seconds per round, fewest steps of one, seconds until it is given up."""
 
     rounds: int
     seconds: float
