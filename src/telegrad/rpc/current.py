@@ -23,7 +23,8 @@ def require_agent() -> Agent:
     agent = _current.agent
     if agent is None:
         raise NotInitialized(
-            "RPC has not been initialized. Call torch.distributed.rpc.init_rpc (or telegrad.rpc.init_rpc) first."
+            "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first, or telegrad.rpc.init_rpc. "
+            "(Current RPC agent is not set! Did you initialize the RPC framework, e.g. by calling `rpc.init_rpc`?)"
         )
     return agent
 

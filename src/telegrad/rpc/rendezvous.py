@@ -69,6 +69,7 @@ class MeetingPlace:
     """The log of one job in a store."""
 
     def __init__(self, store: Any, prefix: str) -> None:
+        self.store = store
         self._store = dist.PrefixStore(f"telegrad/{prefix}", store)
         self._lock = threading.Lock()
         self._read = 0

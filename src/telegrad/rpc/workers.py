@@ -19,6 +19,7 @@ class WorkerInfo:
     __slots__ = ("id", "name")
 
     def __init__(self, name: str, id: int) -> None:
+        check_name(name)
         self.name = name
         self.id = WorkerId(id)
 
@@ -52,10 +53,11 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless `name` can name a worker."""
+    """Raise unless `name` can name a worker; the error is a ValueError and a RuntimeError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(
-            f"Worker name must match ^[A-Za-z0-9-_:]*$ and be at least 1 and shorter than 128 characters, got {name!r}"
+        raise UnknownWorker(
+            "Worker name must match ^[A-Za-z0-9-_:]*$, must be non-empty and must be shorter than 128 characters, "
+            f"got {name!r}"
         )
 
 
@@ -116,4 +118,4 @@ class Directory:
     def unknown(self, who: object) -> UnknownWorker:
         """The error for a worker that is not there."""
         known = ", ".join(f"{m.name} ({m.worker_id})" for m in self.members())
-        return UnknownWorker(f"Unknown destination worker {who}; the workers of this job are: {known}")
+        return UnknownWorker(f"could not find destination worker {who!r}; the workers of this job are: {known}")
