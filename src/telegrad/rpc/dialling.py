@@ -79,7 +79,7 @@ def _dial_address(
 ) -> tuple[Connection, Welcome]:
     left = max(0.1, min(deadline - time.monotonic(), HANDSHAKE_SECONDS))
     sock = connect(address, left)
-    lanes: list[socket.socket] = []
+    ours: socket.socket | None = None
     try:
         handshake = DiallerHandshake(secret)
         sock.sendall(handshake.opening)
@@ -87,18 +87,24 @@ def _dial_address(
         shares = address.kind == UNIX and hello.shared_memory
         sock.sendall(handshake.answer(answer, _with_shared_memory(hello, shares)))
         if shares:
-            lanes.extend(make_lane_pair())
-            pass_lane(sock, lanes.pop())
+            ours, theirs = make_lane_pair()
+            with theirs:
+                pass_lane(sock, theirs)
         code, length = handshake.verdict_length(receive_exactly(sock, handshake.verdict_header_bytes))
         welcome = handshake.verdict(code, receive_exactly(sock, length))
     except BaseException:
-        for lane in lanes:
-            lane.close()
+        if ours is not None:
+            ours.close()
         sock.close()
         raise
-    lane = Lane(lanes[0]) if lanes and welcome.shared_memory else None
-    stream = SocketStream(sock, address.kind, lane)
+    stream = SocketStream(sock, address.kind, _lane(ours, welcome.shared_memory))
     return Connection(stream, max_frame=options.max_message_bytes, on_blocked=on_blocked), welcome
+
+
+def _lane(sock: socket.socket | None, agreed: bool) -> Lane | None:
+    if sock is not None and not agreed:
+        sock.close()
+    return Lane(sock) if sock is not None and agreed else None
 
 
 def _with_shared_memory(hello: Hello, shared_memory: bool) -> Hello:
@@ -193,27 +199,24 @@ class Acceptor:
             self._drop(fd, str(error))
 
     def _finish(self, fd: int, sock: socket.socket, hello: Hello) -> None:
-        lane = None
+        lane_socket = None
         if hello.shared_memory:
             try:
                 lane_socket = receive_lane(sock)
             except BlockingIOError:  # it is on its way
                 sock.settimeout(1.0)
                 lane_socket = receive_lane(sock)
-            if self._options.shared_memory:
-                lane = Lane(lane_socket)
-            else:
-                lane_socket.close()
         try:
             welcome = self._admit(hello)
-        except TelegradError as error:
-            sock.send(ListenerHandshake.refusal(error))
+            sock.send(ListenerHandshake.welcome(welcome))
+        except BaseException:
+            if lane_socket is not None:
+                lane_socket.close()
             raise
-        sock.send(ListenerHandshake.welcome(welcome))
         self._half_open.pop(fd, None)
         self._crew.forget(fd)
         kind = UNIX if sock.family == socket.AF_UNIX else "tcp"
-        stream = SocketStream(sock, kind, lane if welcome.shared_memory else None)
+        stream = SocketStream(sock, kind, _lane(lane_socket, welcome.shared_memory))
         self._admitted(hello, welcome, Connection(stream, max_frame=self._options.max_message_bytes))
 
     def _drop(self, fd: int, why: str) -> None:

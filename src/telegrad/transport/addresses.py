@@ -6,6 +6,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -28,7 +29,7 @@ def host_identity() -> str:
     parts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/mnt"):
         with contextlib.suppress(OSError):
-            parts.append(os.readlink(path) if "/ns/" in path else open(path).read().strip())  # noqa: SIM115
+            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
     return "|".join(parts) or socket.gethostname()
 
 
