@@ -1,0 +1,135 @@
+"""A local cluster starts, carries functions of a script, shows output and errors, and always ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import telegrad
+from telegrad import rpc
+from telegrad.errors import AlreadyInitialized, RendezvousError, WorkerDied
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, sys, time
+import torch
+import telegrad
+from telegrad import rpc
+
+OFFSET = 40
+
+def add(x):  # no guard around the program, and a global of the script
+    print("adding on", rpc.get_worker_info().name)
+    return x + OFFSET
+
+with telegrad.local_cluster(workers=3) as cluster:
+    print("pids", *[cluster.pid(name) for name in cluster.others], flush=True)
+    {body}
+"""
+
+
+def start_script(body: str) -> "subprocess.Popen[str]":
+    code = SCRIPT.format(body=body)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+
+
+def worker_pids(script: "subprocess.Popen[str]") -> list[int]:
+    assert script.stdout is not None
+    line = script.stdout.readline()
+    assert line.startswith("pids"), line
+    return [int(pid) for pid in line.split()[1:]]
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_functions_of_a_script_run_on_the_workers_and_their_output_bears_a_name() -> None:
+    script = start_script("print(rpc.rpc_sync('worker1', add, args=(torch.tensor(2),)).item())")
+    out, err = script.communicate(timeout=30)
+    assert script.returncode == 0, err
+    assert "[worker1] adding on worker1" in out.splitlines()
+    assert "42" in out.splitlines()
+
+
+def test_an_exception_there_shows_here_and_ends_the_processes() -> None:
+    script = start_script("rpc.rpc_sync('worker2', lambda: 1 / 0)")
+    pids = worker_pids(script)
+    _, err = script.communicate(timeout=30)
+    assert script.returncode == 1
+    assert re.search(r"ZeroDivisionError: division by zero\n.*worker2", err)
+    wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_their_owner_even_in_the_midst_of_a_call(how: signal.Signals) -> None:
+    script = start_script(
+        "rpc.rpc_async('worker1', time.sleep, args=(600,)); print('busy', flush=True); time.sleep(600)"
+    )
+    pids = worker_pids(script)
+    assert script.stdout is not None
+    assert script.stdout.readline() == "busy\n"
+    script.send_signal(how)
+    script.communicate(timeout=30)
+    assert script.returncode != 0
+    wait_until_gone(pids)
+
+
+def test_clusters_follow_each_other_in_one_process(capfd: pytest.CaptureFixture[str]) -> None:
+    for workers in (2, 3):
+        with telegrad.local_cluster(workers=workers) as cluster:
+            assert cluster.names == tuple(f"worker{rank}" for rank in range(workers))
+            for name in cluster.names:
+                assert rpc.rpc_sync(name, os.getpid) == cluster.pid(name)
+                assert rpc.rpc_sync(name, torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_name_for_each() -> None:
+    with telegrad.local_cluster(names=["trainer", "ps"]):
+        assert rpc.get_worker_info().name == "trainer"
+        assert rpc.get_worker_info("ps").id == 1
+    with pytest.raises(ValueError, match="a name of its own"), telegrad.local_cluster(names=["a", "a"]):
+        pass
+
+
+def test_a_killed_worker_does_not_hold_up_the_end() -> None:
+    with telegrad.local_cluster(workers=3) as cluster:
+        waiting = rpc.rpc_async("worker1", time.sleep, args=(600,))
+        cluster.kill("worker1")
+        with pytest.raises(WorkerDied, match="worker1"):
+            waiting.wait()
+        assert rpc.rpc_sync("worker2", abs, args=(-1,)) == 1
+
+
+def test_a_worker_that_cannot_start_says_why() -> None:
+    broken = {"PYTHONHOME": "/nowhere"}
+    with pytest.raises(RendezvousError, match=r"before it joined. It said:\n.*"):  # noqa: SIM117
+        with telegrad.local_cluster(workers=2, env=broken, show_output=False):
+            pass
+
+
+def test_a_worker_cannot_start_a_cluster_of_its_own() -> None:
+    with telegrad.local_cluster(workers=1):  # noqa: SIM117
+        with pytest.raises(AlreadyInitialized), telegrad.local_cluster(workers=2):
+            pass
