@@ -66,6 +66,7 @@ class LocalPass(Generic[K]):
         self._unheard = dict.fromkeys(sends)
         self._untold = {recv.node: (key,) for key, recv in recvs.items()}  # boxed: a key may be None
         self._roots: list[Root] = []  # heard or collected, not yet entered
+        self._some_dead = False  # whether a tensor of a Send was heard without a gradient
         self._plan: Plan[Node] | None = None
         self._running = False
         self._over = False
@@ -116,8 +117,9 @@ class LocalPass(Generic[K]):
             if gradients is not None and len(gradients) != len(edges):
                 raise GradientMismatch(f"{key!r} has {len(edges)} tensors, not {len(gradients)}; no gradient was used")
             del self._unheard[key]
-            if gradients is not None:
-                self._roots += [(edge, grad) for edge, grad in zip(edges, gradients, strict=True) if grad is not None]
+            entering = [(edge, grad) for edge, grad in zip(edges, gradients or (), strict=False) if grad is not None]
+            self._roots += entering
+            self._some_dead |= len(entering) < len(edges)
             return self._plan is not None and self._plan.heard(self._bits[key])
 
     def run(self) -> None:
@@ -129,16 +131,18 @@ class LocalPass(Generic[K]):
         try:
             while (taken := self._take()) is not None:
                 batch, roots = taken
+                recvs = list(self._untold) if batch.way is Way.LAST else batch.recvs
+                if self._some_dead and recvs:  # a peer may be waiting to hear that nothing comes: before this runs
+                    reached = walk([[edge.node for edge, _ in roots]])
+                    self._tell_none([node for node in recvs if node not in reached])
                 if batch.way is Way.LAST:
                     self._run_last(roots)
-                    self._tell_none(list(self._untold))
-                    self.done = True
                 elif batch.way is Way.CLOSED:
                     self._run_closed(batch.nodes, roots)
-                    self._tell_none(batch.recvs)
                 else:
                     self._run_cut(batch.nodes, roots)
-                    self._tell_none(batch.recvs)
+                self._tell_none(recvs)  # those that a node gave no gradient
+                self.done = batch.way is Way.LAST
         except BaseException:
             empty_queue()
             with self._lock:

@@ -19,6 +19,7 @@ from telegrad.errors import AutogradError, WorkerDied
 from telegrad.ids import MessageId, PassId, WorkerId
 
 if TYPE_CHECKING:
+    from telegrad.engine.roll import Roll
     from telegrad.engine.service import Service
 
 log = logging.getLogger("telegrad.engine")
@@ -30,7 +31,13 @@ class Pass:
     """A backward pass as one worker sees it. Messages may come from any thread and in any order."""
 
     def __init__(
-        self, service: "Service", context: Context, pass_id: PassId, root: WorkerId, retain_graph: bool, known: Iterable[WorkerId]
+        self,
+        service: "Service",
+        context: Context,
+        pass_id: PassId,
+        root: WorkerId,
+        retain_graph: bool,
+        known: Iterable[WorkerId],
     ) -> None:
         self.service = service
         self.context = context
@@ -38,6 +45,7 @@ class Pass:
         self.root = root
         self.retain_graph = retain_graph
         self.known: set[WorkerId] = set(known)  # workers that have been told of this pass, as far as we know
+        self.roll: Roll | None = None  # on the root: who was asked, and who is done
         self.error: BaseException | None = None
         self.finished = False
         self._lock = threading.Lock()

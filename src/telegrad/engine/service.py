@@ -12,13 +12,13 @@ root did not name brings it in itself, and names it when it is done.
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
 from telegrad.engine.passes import Pass
-from telegrad.errors import AutogradError, ContextNotFound, TelegradError, WorkerDied
+from telegrad.errors import AutogradError, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.pending import Slot
@@ -34,6 +34,9 @@ from telegrad.wire.messages import (
     PropagateGradients,
     PropagateGradientsReply,
 )
+
+if TYPE_CHECKING:
+    from telegrad.engine.roll import Roll
 
 log = logging.getLogger("telegrad.engine")
 
@@ -68,8 +71,9 @@ class Service:
         retain_graph: bool,
         known: Iterable[WorkerId],
         roots: list[Any] | None = None,
+        roll: "Roll | None" = None,
     ) -> Pass:
-        """The pass of that id, begun now if this is the first word of it here."""
+        """The pass of that id, begun now if this is the first word of it here. `roots` and `roll` are the root's."""
         with self._lock:
             latest = self._passes.get(context.context_id)
             if latest is not None and latest.pass_id == pass_id:
@@ -81,6 +85,7 @@ class Service:
                 )
             context.check_usable()
             begun = self._passes[context.context_id] = Pass(self, context, pass_id, root, retain_graph, known)
+            begun.roll = roll
         context.waiting_for = begun.waiting_for
         begun.begin(roots)
         return begun
@@ -115,9 +120,7 @@ class Service:
 
     def invite(self, pass_: Pass, worker: WorkerId) -> None:
         """Tell a worker of the pass without a gradient."""
-        message = BeginPass(
-            pass_.context.context_id, pass_.pass_id, pass_.root, pass_.retain_graph, tuple(pass_.known)
-        )
+        message = BeginPass(pass_.context.context_id, pass_.pass_id, pass_.root, pass_.retain_graph, tuple(pass_.known))
         self._request(pass_, worker, message, Packed(b"", []))
 
     def tell(self, pass_: Pass, worker: WorkerId, message_id: MessageId, gradients: Gradients | None) -> None:
@@ -138,8 +141,8 @@ class Service:
         member = self._member(worker)
         context_id = pass_.context.context_id
         what = f"its part in the backward pass of context {context_id}"
-        if pass_.root == self.here:
-            pass_.service_root.ask(worker, member, message, packed, what)  # type: ignore[attr-defined]
+        if pass_.roll is not None:
+            pass_.roll.ask(member, message, packed, what)
             return
 
         def taken(slot: Slot) -> None:
@@ -227,5 +230,3 @@ class Service:
                     pass_ = self._passes.get(context.context_id)
                 if pass_ is not None:
                     pass_.fail(WorkerDied(text, worker=member.name, incarnation=member.incarnation))
-
-

@@ -223,14 +223,16 @@ class Agent:
         complete: Callable[[Slot], None] | None = None,
         future: Future[Any] | None = None,
         whole: AnyMessage | None = None,
+        attended: bool = False,
     ) -> Slot:
-        """Send a request; its slot is completed by `complete`, or waited for with `wait`."""
+        """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`."""
         tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
         if tensors and any(t.device for t in tensors):
             tensors = self._map_devices(member, tensors)
         slot = Slot(what, timeout, time.monotonic() + timeout if timeout else FOREVER)
         slot.complete = complete
         slot.future = future
+        slot.attended = attended
         link = self.link(member)
         if future is not None:
             future.help = lambda: link.wait(slot)
@@ -449,8 +451,11 @@ class Agent:
         for layer in self.on_close:
             layer()
         if farewell:
+            goodbye = Goodbye(self.member.incarnation)
             for session in self.sessions():
-                session.farewell(Goodbye(self.member.incarnation))
+                session.farewell(goodbye)
+            for link in self.links():
+                link.farewell(goodbye)
         self._acceptor.close()
         for link in self.links():
             link.close()

@@ -5,12 +5,12 @@ a count of what they ever asked and served, and when two rounds in a row give th
 """
 
 import atexit
+import importlib
 import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -33,8 +33,9 @@ log = logging.getLogger("telegrad.rpc")
 _LOOPBACK = "127.0.0.1"
 _LOOK_SECONDS = 0.001
 
-# Layers above put themselves on every agent that starts: handlers, hooks, what to do at its end.
-layers: list[Callable[[Agent], None]] = []
+# The layers above, each with an `install(agent)` that puts its handlers and hooks on an agent. By name: this layer
+# imports none of them.
+_LAYERS = ("telegrad.engine",)
 
 _lock = threading.Lock()
 
@@ -109,8 +110,8 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
     _register(agent)
     try:
         agent.start()
-        for layer in layers:
-            layer(agent)
+        for layer in _LAYERS:
+            importlib.import_module(layer).install(agent)
         _meet(agent, place, member, world_size)
         agent.health.start_heartbeat()
     except BaseException:

@@ -135,8 +135,12 @@ class Link:
             self._lost(connection)
             if self.dead is not None and self.pending.take(slot.request_id) is not None:
                 raise self.died(slot) from None
-        if slot.complete is not None:
+        if slot.complete is not None and not slot.attended:
             self._arm()
+
+    def look_out(self) -> None:
+        """Have the crew look for replies, unless a thread reads already."""
+        self._arm()
 
     def notify(self, message: AnyMessage) -> None:
         """Send a notice: it has no reply, and a dead worker does not need it."""
@@ -144,6 +148,15 @@ class Link:
             self.connection().send(Kind.NOTICE, 0, self.pending.lowest(0), message)
         except (OSError, TelegradError):
             log.debug("a notice to %s was not delivered: %s", self.member.name, message)
+
+    def farewell(self, message: AnyMessage) -> None:
+        """Tell the worker that this one leaves, if it can be told without waiting."""
+        connection = self._connection
+        if connection is not None:
+            try:
+                connection.send(Kind.NOTICE, 0, 0, message, deadline=0.0)
+            except (OSError, ValueError):
+                log.debug("%s could not be told goodbye", self.member.name)
 
     def _writing_waits(self) -> None:
         # The peer may be busy writing to us: somebody must read while this thread waits to write.
@@ -269,7 +282,8 @@ class Link:
             return
         slot = self.pending.take(frame.request_id)
         if slot is None:
-            return  # timed out meanwhile: nobody waits for this reply
+            self.agent.late_reply(frame, self.member)
+            return
         slot.frame = frame
         self._finish(slot, by_crew)
 

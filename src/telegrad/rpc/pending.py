@@ -15,7 +15,7 @@ FOREVER = float("inf")
 class Slot:
     """One request on its way: what it was, until when it may take, and how its caller learns of the end."""
 
-    __slots__ = ("complete", "deadline", "done", "error", "frame", "future", "request_id", "resend", "timeout", "wake", "what")
+    __slots__ = ("attended", "complete", "deadline", "done", "error", "frame", "future", "request_id", "resend", "timeout", "wake", "what")
 
     def __init__(self, what: Callable[[], str], timeout: float, deadline: float) -> None:
         self.what = what  # says in words what was asked; called for errors only
@@ -27,6 +27,8 @@ class Slot:
         self.done = False
         # For a caller that is not waiting in person: called with the slot when it is done.
         self.complete: Callable[[Slot], None] | None = None
+        # Its caller will come and wait in person, so nobody else need look for the reply until then.
+        self.attended = False
         # The future that `complete` will set, if that is what it does.
         self.future: Any = None
         # Releases the caller that waits while another thread reads.

@@ -152,46 +152,58 @@ class RpcWithAutogradReply(Message, frozen=True, tag=21):
 
 
 class BeginPass(Message, frozen=True, tag=22):
-    """A backward pass of this context has begun at its root; take part, though I have no gradient for you."""
+    """A backward pass of this context has begun at `root`; take part, though there is no gradient for you here.
+    `participants` are those who know. From the root, the reply comes when you are done."""
 
     context_id: ContextId
     pass_id: PassId
     root: WorkerId
     retain_graph: bool
+    participants: tuple[WorkerId, ...]
 
 
 class PropagateGradients(Message, frozen=True, tag=23):
-    """Gradients for the tensors of the Send named in the metadata (the tensor table, None where `present` is False),
-    or none at all if `present` is empty."""
+    """Gradients for the tensors of the Send named in the metadata: the tensor table holds those marked in `present`; an
+    empty `present` says that none will come. Begins the pass where it is not known yet. From the root, the reply comes
+    when the receiver is done."""
 
     metadata: AutogradMetadata
     pass_id: PassId
     root: WorkerId
     retain_graph: bool
+    participants: tuple[WorkerId, ...]
     present: tuple[bool, ...]
 
 
-class PassDone(Message, frozen=True, tag=24):
-    """This worker has heard all its Sends and run all its regions; `participants` are those it knows of."""
+class PropagateGradientsReply(Message, frozen=True, tag=28):
+    """The gradients were taken."""
 
-    context_id: ContextId
-    pass_id: PassId
+
+class PassDone(Message, frozen=True, tag=24):
+    """I have heard all my Sends and run all my regions; `participants` are the workers I know of in this context."""
+
     participants: tuple[WorkerId, ...]
 
 
-class PassFailed(Message, frozen=True, tag=25):
-    """The pass failed on `worker` (to the root: mine did; from the root: give it up)."""
+class AbortPass(Message, frozen=True, tag=25):
+    """The pass has failed on `worker`; give it up. If `fatal`, the context lost a participant and is of no more use."""
 
     context_id: ContextId
     pass_id: PassId
     worker: str
     text: str
+    fatal: bool
 
 
 class CleanupAutogradContext(Message, frozen=True, tag=26):
-    """This context has ended; forget it, and tell those you brought into it."""
+    """This context has ended; forget it, and tell those you know of that are not among `told`."""
 
     context_id: ContextId
+    told: tuple[WorkerId, ...]
+
+
+class CleanupAutogradContextReply(Message, frozen=True, tag=29):
+    """The context is forgotten here."""
 
 
 class GetGradients(Message, frozen=True, tag=27):
@@ -287,9 +299,11 @@ AnyMessage = (
     | RpcWithAutogradReply
     | BeginPass
     | PropagateGradients
+    | PropagateGradientsReply
     | PassDone
-    | PassFailed
+    | AbortPass
     | CleanupAutogradContext
+    | CleanupAutogradContextReply
     | GetGradients
     | RpcWithProfiling
     | RpcWithProfilingReply

@@ -1,0 +1,97 @@
+"""Distributed autograd: contexts, and the gradients a backward pass leaves in them.
+
+The names are those of `torch.distributed.autograd`. `backward` lives in the engine, the layer above, and is found here
+lazily.
+"""
+
+import importlib
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.registry import current, registry
+from telegrad.errors import AutogradError
+from telegrad.ids import ContextId
+
+if TYPE_CHECKING:
+    from telegrad.engine.backward import backward, backward_async
+
+__all__ = ["Context", "backward", "backward_async", "context", "get_gradients", "inspect_context"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("backward", "backward_async"):
+        return getattr(importlib.import_module("telegrad.engine"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class context:  # noqa: N801 - the name torch's users write
+    """`with context() as context_id:` records the calls made inside, for `backward(context_id, ...)`.
+
+    With `strict` it is an error to send a tensor that requires grad to a call that does not record it: under
+    `torch.no_grad()`, its gradient would be lost without a word.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self._strict = strict
+        self._context: Context | None = None
+
+    def __enter__(self) -> int:
+        if current.get() is not None:
+            raise AutogradError(
+                "Already have an autograd context id for this thread: contexts do not nest within one thread; "
+                f"end context {current.get()} first"
+            )
+        self._context = registry().open(self._strict)
+        self._token = current.set(self._context)
+        return self._context.context_id
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._context is not None
+        current.reset(self._token)
+        reg = registry_or_none()
+        if reg is not None:
+            end = importlib.import_module("telegrad.engine").end_context
+            end(reg.agent, self._context.context_id)
+
+
+def registry_or_none() -> Any:
+    """The registry of this process's agent, or None after a shutdown."""
+    try:
+        return registry()
+    except RuntimeError:
+        return None
+
+
+def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tensor, Tensor]:
+    """Gradients that passes over a context have left on this worker, by the leaf they belong to.
+
+    With `worker`, those of another worker, as a list of (leaf, gradient) copies keyed by the received leaf.
+    """
+    if worker is not None:
+        rpc = importlib.import_module("telegrad.rpc")
+        pairs = rpc.rpc_sync(worker, _gradient_pairs, args=(ContextId(context_id),))
+        return dict(pairs)
+    found = registry().find(context_id)
+    found.check_usable()
+    return dict(found.gradients)
+
+
+def _gradient_pairs(context_id: int) -> list[tuple[Tensor, Tensor]]:
+    return [(leaf.detach(), gradient) for leaf, gradient in registry().find(context_id).gradients.items()]
+
+
+def inspect_context(context_id: int) -> dict[str, Any]:
+    """What this worker knows of a context: sends, receives, participants, gradients, what a running pass waits for."""
+    found = registry().find(context_id)
+    return {
+        "context_id": found.context_id,
+        "sends": {i: send.peer for i, send in found.sends.items()},
+        "receives": {i: recv.peer for i, recv in found.recvs.items()},
+        "participants": sorted(found.participants),
+        "gradients": len(found.gradients),
+        "waiting_for": found.waiting_for() if found.waiting_for is not None else [],
+        "failure": found.failure,
+    }

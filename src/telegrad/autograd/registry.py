@@ -1,0 +1,114 @@
+"""The contexts of one worker, and which of them the running code is in.
+
+The current context belongs to the flow of control, not to the thread: a coroutine keeps its own, and a thread that a
+user starts begins outside any.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from telegrad.autograd.context import Context
+from telegrad.errors import ContextNotFound
+from telegrad.ids import ContextId, MessageId, count_from, local_part, worker_of
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.current import require_agent
+
+log = logging.getLogger("telegrad.autograd")
+
+current: ContextVar[Context | None] = ContextVar("telegrad_context", default=None)
+
+_ENDED_MEMORY = 4096
+
+
+class Registry:
+    """The contexts of one agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.here = agent.member.worker_id
+        self._context_ids = count_from(self.here)
+        self._message_ids: Iterator[int] = count_from(self.here)
+        self._lock = threading.Lock()
+        self._contexts: dict[ContextId, Context] = {}
+        # Contexts that ended here lately, oldest first: a late message must not bring one back.
+        self._ended: dict[ContextId, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def next_message_id(self) -> MessageId:
+        """An id for a Send of this worker."""
+        return MessageId(next(self._message_ids))
+
+    def open(self, strict: bool = False) -> Context:
+        """A new context of this worker's own."""
+        context = Context(ContextId(next(self._context_ids)), self.here, strict)
+        self._contexts[context.context_id] = context
+        return context
+
+    def join(self, context_id: ContextId) -> Context:
+        """The context a call belongs to; begun here if this is the first call in it that reaches this worker."""
+        context = self._contexts.get(context_id)
+        if context is not None:
+            return context
+        with self._lock:
+            if context_id in self._ended:
+                raise ContextNotFound(
+                    f"context {context_id} has ended; a call in it reached worker {self.agent.info.name!r} too late"
+                )
+            return self._contexts.setdefault(context_id, Context(context_id, self.here))
+
+    def find(self, context_id: int) -> Context:
+        """A context that must exist."""
+        context = self._contexts.get(ContextId(context_id))
+        if context is None:
+            raise ContextNotFound(
+                f"Could not find autograd context with id: {context_id} on worker {self.agent.info.name!r}: it has ended, "
+                f"or never was (worker {worker_of(context_id)} would have opened it as its number {local_part(context_id)})"
+            )
+        return context
+
+    def get(self, context_id: int) -> Context | None:
+        """A context, if it exists."""
+        return self._contexts.get(ContextId(context_id))
+
+    def end(self, context_id: ContextId) -> Context | None:
+        """Forget a context; what it was, if it was there."""
+        with self._lock:
+            self._ended[context_id] = None
+            while len(self._ended) > _ENDED_MEMORY:
+                del self._ended[next(iter(self._ended))]
+            context = self._contexts.pop(context_id, None)
+        if context is not None:
+            context.clear()
+        return context
+
+    def contexts(self) -> list[Context]:
+        """All contexts here."""
+        return list(self._contexts.values())
+
+
+@contextmanager
+def within(context: Context | None) -> Iterator[None]:
+    """Run code in a context that came with a call."""
+    token = current.set(context)
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+def registry_of(agent: Agent) -> Registry:
+    """The registry of an agent."""
+    registry: Registry = agent.extensions[Registry]
+    return registry
+
+
+def registry() -> Registry:
+    """The registry of this process's agent."""
+    return registry_of(require_agent())
+
+

@@ -1,0 +1,22 @@
+"""The distributed backward pass."""
+
+from telegrad.autograd.attach import install as install_autograd
+from telegrad.engine.backward import backward, backward_async
+from telegrad.engine.cleanup import end_context, serve_cleanup
+from telegrad.engine.service import Service
+from telegrad.rpc.agent import Agent
+from telegrad.wire.messages import AbortPass, BeginPass, CleanupAutogradContext, PropagateGradients
+
+__all__ = ["backward", "backward_async", "end_context", "install"]
+
+
+def install(agent: Agent) -> None:
+    """Put autograd and the engine on an agent."""
+    install_autograd(agent)
+    service = Service(agent)
+    agent.extensions[Service] = service
+    agent.handlers[BeginPass] = service.serve_begin
+    agent.handlers[PropagateGradients] = service.serve_gradients
+    agent.handlers[AbortPass] = service.serve_abort
+    agent.handlers[CleanupAutogradContext] = lambda request: serve_cleanup(agent, request)
+    agent.on_death.append(service.lost)

@@ -1,0 +1,122 @@
+"""`backward`: the distributed pass, from the worker that starts it.
+
+1. The roots are heard like a Send; the local graph runs; gradients leave as they come into being.
+2. Participants that get no gradient from here are invited.
+3. Each worker answers when it has heard all its Sends and run all its regions. When all have, it is done.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.registry import registry, within
+from telegrad.engine.roll import Roll
+from telegrad.engine.service import Service
+from telegrad.errors import AutogradError
+from telegrad.rpc.current import require_agent
+from telegrad.rpc.futures import Future
+from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+
+
+def backward(
+    context_id: int,
+    roots: Sequence[Any],
+    retain_graph: bool = False,
+    *,
+    grad_tensors: Sequence[Tensor | None] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> None:
+    """Run the backward pass of a context from `roots`, on all workers that took part in it.
+
+    Args:
+        context_id: what `with autograd.context() as context_id` gave.
+        roots: tensors of one element, or with `grad_tensors` of any shape; or references to such tensors.
+        retain_graph: keep the graph for another pass.
+        grad_tensors: the gradient to start from, for each root; None for a root of one element.
+        timeout: seconds until the pass is given up everywhere; by default the `rpc_timeout`; 0 for no limit.
+
+    The gradients of leaves are in `get_gradients(context_id)` on the worker where the leaf lives, never in `.grad`.
+    An error on any worker ends the pass on all, and is raised here with that worker's name and traceback.
+    """
+    agent = require_agent()
+    context = registry().find(context_id)
+    context.check_usable()
+    tensors = _fetch_roots(context, roots)
+    entries = _entries(tensors, grad_tensors)
+    seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
+    service: Service = agent.extensions[Service]
+    roll = Roll(service, seconds)
+    pass_ = service.begin(context, service.next_pass_id(), service.here, retain_graph, (), entries, roll)
+    roll.wait(pass_)
+
+
+def backward_async(
+    context_id: int,
+    roots: Sequence[Any],
+    retain_graph: bool = False,
+    *,
+    grad_tensors: Sequence[Tensor | None] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[None]:
+    """Like `backward`, but returns a Future at once, which can be waited for or awaited."""
+    future: Future[None] = Future(what=f"the backward pass of context {context_id}")
+
+    def run() -> None:
+        try:
+            backward(context_id, roots, retain_graph, grad_tensors=grad_tensors, timeout=timeout)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    require_agent().crew.submit(run)
+    return future
+
+
+def _fetch_roots(context: Context, roots: Sequence[Any]) -> list[Tensor]:
+    if isinstance(roots, Tensor) or not isinstance(roots, Sequence):
+        raise TypeError(
+            f"incompatible function arguments: roots must be a list of tensors or references, got {type(roots).__name__}"
+        )
+    tensors = []
+    for root in roots:
+        value = root
+        if hasattr(root, "to_here"):
+            # Fetched inside the context, so the value comes with a Recv that leads back to its owner.
+            with within(context):
+                value = root.to_here()
+        if not isinstance(value, Tensor):
+            raise TypeError(f"incompatible function arguments: a root must be a tensor, got {type(value).__name__}")
+        tensors.append(value)
+    return tensors
+
+
+def _entries(roots: Sequence[Tensor], grad_tensors: Sequence[Tensor | None] | None) -> list[tuple[Any, Tensor]]:
+    if not roots:
+        raise AutogradError("No tensors provided for gradient computation.")
+    if grad_tensors is not None and len(grad_tensors) != len(roots):
+        raise ValueError(f"{len(grad_tensors)} grad_tensors were given for {len(roots)} roots")
+    entries = []
+    for position, root in enumerate(roots):
+        if not root.requires_grad:
+            raise AutogradError(
+                f"requires_grad not set on root {position}: it does not depend on anything that requires grad"
+            )
+        gradient = None if grad_tensors is None else grad_tensors[position]
+        if gradient is None:
+            if root.numel() != 1:
+                raise AutogradError(
+                    f"root {position} is not a scalar: it has shape {tuple(root.shape)} and all roots need to be scalar, "
+                    "unless `grad_tensors` says what to start from"
+                )
+            gradient = torch.ones_like(root, memory_format=torch.preserve_format)
+        elif gradient.shape != root.shape:
+            raise ValueError(
+                f"grad_tensors[{position}] has shape {tuple(gradient.shape)}, its root {tuple(root.shape)}"
+            )
+        entries.append((get_gradient_edge(root), gradient))
+    return entries

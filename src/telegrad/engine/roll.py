@@ -1,0 +1,150 @@
+"""The roll of a pass, kept by its root: which workers were asked to take part, and which of them are done.
+
+Each was asked by a request whose reply says that it is done, names participants the root did not know, or carries the
+error that ended the pass there. The first error ends the pass everywhere.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from telegrad.engine.passes import Pass
+from telegrad.engine.service import Service
+from telegrad.errors import RpcTimeout, TelegradError, WorkerDied
+from telegrad.ids import WorkerId
+from telegrad.rpc.blocking import blocking
+from telegrad.rpc.pending import FOREVER, Slot
+from telegrad.rpc.workers import Member
+from telegrad.wire.codec import Packed
+from telegrad.wire.messages import AbortPass, AnyMessage, PassDone
+
+
+class Roll:
+    """Who takes part in a pass that began here."""
+
+    def __init__(self, service: Service, timeout: float) -> None:
+        self._service = service
+        self._agent = service.agent
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout if timeout else FOREVER
+        self._lock = threading.Lock()
+        self._asked: list[tuple[Member, Slot]] = []
+        self._open = 0
+        self._waiting = False
+        self._named: set[WorkerId] = set()  # participants that others told of
+        self._settled = threading.Condition(self._lock)
+        self._local_waits: Callable[[], list[str]] = list
+        self.error: BaseException | None = None
+
+    def ask(self, member: Member, message: AnyMessage, packed: Packed, what: str) -> None:
+        """Send a request that is answered when `member` is done."""
+        with self._lock:
+            self._open += 1
+        try:
+            slot = self._agent.send(
+                member,
+                message,
+                packed,
+                timeout=0.0,
+                what=lambda: what,
+                complete=lambda slot: self._answered(member, slot),
+                attended=True,
+            )
+        except BaseException:
+            with self._lock:
+                self._open -= 1
+            raise
+        with self._lock:
+            self._asked.append((member, slot))
+            waiting = self._waiting
+        if waiting:  # the root is waiting already and will not come for this reply in person
+            self._agent.link(member).look_out()
+
+    def _answered(self, member: Member, slot: Slot) -> None:
+        error: BaseException | None = None
+        try:
+            reply = self._agent.reply_frame(slot).message
+            named = set(reply.participants) if type(reply) is PassDone else set()
+        except BaseException as problem:
+            error, named = problem, set()
+        with self._settled:
+            self._open -= 1
+            self._named |= named
+            if error is not None and self.error is None:
+                self.error = error
+            self._settled.notify_all()
+
+    def wait(self, pass_: Pass) -> None:
+        """Return when all are done; raise the error that ended the pass, or RpcTimeout."""
+        self._local_waits = pass_.waiting_for
+        pass_.when_ended(self._local_end)
+        with self._lock:
+            self._waiting = True
+        try:
+            while True:
+                self._await_replies()
+                self._await_settled(lambda: self._open == 0 or self.error is not None)
+                newcomers = self._named - pass_.known - {self._service.here}
+                if self.error is not None or not newcomers:
+                    break
+                pass_.known |= newcomers
+                for worker in newcomers:
+                    self._service.invite(pass_, worker)
+            self._await_settled(lambda: pass_.finished or self.error is not None)
+        except BaseException as error:
+            if self.error is None:
+                self.error = error
+        if self.error is not None:
+            self._abort(pass_, self.error)
+            raise self.error
+
+    def _local_end(self, pass_: Pass) -> None:
+        with self._settled:
+            if pass_.error is not None and self.error is None:
+                self.error = pass_.error
+            self._settled.notify_all()
+
+    def _await_replies(self) -> None:
+        """Read replies in this thread, link by link, while the crew looks after the other links."""
+        waiting = [(member, slot) for member, slot in self._asked if not slot.done]
+        for member, _ in waiting[1:]:
+            self._agent.link(member).look_out()
+        for member, slot in waiting:
+            if self.error is not None:
+                return
+            slot.deadline = self._deadline
+            try:
+                self._agent.link(member).wait(slot)
+            except RpcTimeout:
+                raise self._too_late() from None
+
+    def _await_settled(self, condition: Callable[[], bool]) -> None:
+        with self._settled:
+            while not condition():
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    raise self._too_late()
+                with blocking():
+                    self._settled.wait(min(left, 3600.0))
+
+    def _too_late(self) -> RpcTimeout:
+        late = sorted({member.name for member, slot in self._asked if not slot.done})
+        return RpcTimeout(
+            f"RPC ran for more than set timeout ({round(self._timeout * 1000)} ms): the backward pass is not complete. "
+            f"Workers {late or 'none'} have not finished their part; this worker waits for {self._local_waits() or 'nothing'}. "
+            "Pass a longer `timeout` to backward if they need it"
+        )
+
+    def _abort(self, pass_: Pass, error: BaseException) -> None:
+        pass_.fail(error)
+        context = pass_.context
+        fatal = isinstance(error, WorkerDied)
+        text = str(error)[:2000]
+        message = AbortPass(context.context_id, pass_.pass_id, self._agent.info.name, text, fatal)
+        for worker in (context.participants | pass_.known | self._named) - {self._service.here}:
+            member = self._agent.directory.by_id(worker)
+            if member is not None and not self._agent.is_dead(member):
+                try:
+                    self._agent.notify(member, message)
+                except TelegradError:
+                    continue  # it will learn of the end of the context by other means
