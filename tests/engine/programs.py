@@ -153,8 +153,10 @@ def log_node(built: Built, name: str, node: Any) -> None:
 
 
 def values(gradient: Tensor | None) -> list[float] | None:
-    """Rounded: the sums of one process come in another order."""
-    return None if gradient is None else [round(value, 9) + 0.0 for value in gradient.detach().flatten().tolist()]
+    """Rounded to nine digits and six decimals: one process adds in another order."""
+    if gradient is None:
+        return None
+    return [round(float(f"{value:.9g}"), 6) + 0.0 for value in gradient.detach().flatten().tolist()]
 
 
 def gradients_for(program: Program, built: Built, send: int) -> list[Tensor | None] | None:

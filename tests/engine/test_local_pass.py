@@ -106,6 +106,21 @@ def test_a_recv_is_told_none_as_soon_as_all_that_reaches_it_is_dead() -> None:
     pass_.run()
     assert told.of == {"in": None}
     assert pass_.waiting_for == ("b",)
+    assert repr(pass_) == "<LocalPass idle, waiting for 'b'>"
+
+
+def test_a_recv_that_no_gradient_reaches_is_told_before_the_rest_runs() -> None:
+    tensor, recv = received()
+    x = leaf()
+    live = x * 2
+    happened: list[str] = []
+    live.register_hook(lambda _: happened.append("live node"))
+    edges = {"both": [get_gradient_edge(live), get_gradient_edge(tensor * 3)]}
+    pass_ = LocalPass(edges, {"in": recv}, retain_graph=False, deliver=lambda *told: happened.append(repr(told)))
+    pass_.start()
+    pass_.hear("both", [torch.ones(2), None])
+    pass_.run()
+    assert happened == ["('in', None)", "live node"]
 
 
 def test_a_shared_recv_leaves_before_the_rest_is_heard() -> None:
@@ -288,6 +303,7 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_distributed_data_parallel_reduces_the_total_once() -> None:
     model = nn.Linear(2, 2)
