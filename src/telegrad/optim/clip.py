@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from telegrad import autograd
-from telegrad.optim.gradients import context_gradients, gradient_norms
+from telegrad.optim.gradients import check_context, context_gradients, gradient_norms
 from telegrad.optim.rounds import ask_all
 from telegrad.optim.shares import GroupShare, parameter_groups, split_by_owner
 
@@ -53,7 +52,7 @@ def clip_grad_norm_(
     Two rounds to all owners: one for the norms, one to scale. `DistributedOptimizer.step(context_id, max_norm=...)`
     does the second together with the step.
     """
-    autograd._is_valid_context(context_id)
+    check_context(context_id)
     groups, _ = parameter_groups(params_rref)
     shares = split_by_owner(groups)
     norm_type = float(norm_type)

@@ -1,11 +1,17 @@
-"""The gradients a context left on this worker, for whoever runs next to the parameters."""
+"""The gradients a context left on this worker, for what runs next to the parameters."""
 
 import torch
 
 from telegrad import autograd
+from telegrad.autograd.registry import registry
 from telegrad.errors import ContextNotFound
 
 Gradients = dict[torch.Tensor, torch.Tensor]
+
+
+def check_context(context_id: int) -> None:
+    """Refuse a context that the trainer does not know, or that has failed, before any owner is asked."""
+    registry().find(context_id).check_usable()
 
 
 def context_gradients(context_id: int) -> Gradients:

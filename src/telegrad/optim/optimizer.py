@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from telegrad import autograd
 from telegrad.optim.clip import shrink_factor, total_norm
+from telegrad.optim.gradients import check_context
 from telegrad.optim.owner import LocalOptimizer, create, on_owner
 from telegrad.optim.rounds import ask_all
 from telegrad.optim.shares import Options, changed_options, options_of, parameter_groups, split_by_owner
@@ -72,7 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is returned. Parameters without gradient are left alone. One round trip, two with clipping.
         """
         if context_id is not None:
-            autograd._is_valid_context(context_id)
+            check_context(context_id)
         total = shrink = None
         if max_norm is not None:
             norm_type = float(norm_type)
@@ -88,7 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def accumulate(self, context_id: int) -> None:
         """Add the gradients of `context_id` to what the next `step` applies. The context may end after this."""
-        autograd._is_valid_context(context_id)
+        check_context(context_id)
         self._ask_owners("accumulating gradients", LocalOptimizer.accumulate, context_id)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
