@@ -421,6 +421,28 @@ def test_a_pass_that_is_over_takes_no_more_gradients() -> None:
     assert told.of == {"in": None}
 
 
+def test_a_pass_given_up_late_does_not_disturb_the_next_one() -> None:
+    tensor, recv = received()
+    out = tensor * 2
+    first, _ = local_pass({"out": out}, {"in": recv})
+    first.start()
+    second, told = local_pass({"out": out}, {"in": recv})
+    second.start()
+    first.abort()
+    second.hear("out", [torch.ones(2)])
+    second.run()
+    assert torch.equal(told.of["in"][0], torch.full((2,), 2.0))  # type: ignore[index]
+
+
+def test_a_pass_given_up_while_it_starts_holds_nothing() -> None:
+    _, recv = received()
+    pass_ = LocalPass[str]({}, {"in": recv}, retain_graph=False, deliver=lambda *_: pass_.abort())
+    pass_.start()
+    assert recv.deliver is None
+    pass_.run()
+    assert not pass_.done
+
+
 def test_nothing_is_delivered_after_an_abort_from_another_thread() -> None:
     tensor, recv = received()
     out = tensor * 2

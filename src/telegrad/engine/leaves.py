@@ -134,10 +134,9 @@ def _unwrap(hooks: dict[int, Any], key: int, stand_in: _HeldHook) -> None:
             outer.hook = stand_in.hook
 
 
-def variable_of(leaf: Any) -> Tensor:
-    """The tensor whose node this is."""
-    variable: Tensor = leaf.variable
-    return variable
+def variable_of(node: Node) -> Tensor | None:
+    """The leaf whose node this is; None if it is not a leaf's."""
+    return getattr(node, "variable", None)
 
 
 class LeafSums:

@@ -44,7 +44,8 @@ class LocalPass(Generic[K]):
         pass_.gradients            once `done`: the total for each leaf
 
     Only one thread runs at a time. `run` never waits for another: that one picks up what was heard meanwhile. It raises
-    what a hook, a backward or `deliver` raised; the pass is over then.
+    what a hook, a backward or `deliver` raised; the pass is over then. `deliver` must not wait for another pass: this
+    one may hold leaves that the other needs.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LocalPass(Generic[K]):
         self._running = False
         self._over = False
         # The runner's:
+        self._lent: list[tuple[RecvNode, Callable[[Gradients], None]]] = []
         self._graph: dict[Node, Edges[Node]] = {}
         self._leaves: dict[Node, Tensor] = {}
         self._sums = LeafSums()
@@ -90,17 +92,20 @@ class LocalPass(Generic[K]):
         """Walk the graph, and tell the Recvs that nothing reaches."""
         entries = [[edge.node for edge in edges] for edges in self._sends.values()]
         self._graph = graph = walk(entries)
-        leaves = [node for node, edges in graph.items() if not edges and node is not ANCHOR.node]
-        self._leaves = {node: variable_of(node) for node in leaves}
+        ends = [node for node, edges in graph.items() if not edges and node is not ANCHOR.node]
+        self._leaves = {node: leaf for node in ends if (leaf := variable_of(node)) is not None}
         plan = Plan(graph, entries, self._untold)
         for recv in self._recvs.values():
-            recv.deliver = partial(self._tell, recv.node)
+            recv.deliver = lent = partial(self._tell, recv.node)
+            self._lent.append((recv, lent))
         self._tell_none([node for node in self._untold if node not in graph])
         with self._lock:
             for key, bit in self._bits.items():
                 if key not in self._unheard:
                     plan.heard(bit)
             self._plan = plan
+            if self._over:  # given up meanwhile
+                self._release()
 
     def hear(self, key: K, gradients: Gradients | None) -> bool:
         """The Send `key` has its gradients, or none will come. Says whether there is something to run now."""
@@ -196,9 +201,11 @@ class LocalPass(Generic[K]):
                 self._tell(node, None)
 
     def _release(self) -> None:
-        """Let go of the graph, and take back what was lent to the Recvs."""
-        for recv in self._recvs.values():
-            recv.deliver = None
+        """Let go of the graph, and take back what was lent to the Recvs, unless a later pass has lent its own."""
+        for recv, lent in self._lent:
+            if recv.deliver is lent:
+                recv.deliver = None
+        self._lent = []
         self._plan = None
         self._recvs, self._sends = {}, {}
         self._graph, self._leaves = {}, {}
