@@ -17,6 +17,7 @@ from telegrad.autograd.functions import Gradients, RecvNode, attach_recv
 from telegrad.engine.local_pass import LocalPass
 from telegrad.errors import AutogradError, GradientMismatch
 from telegrad.ids import MessageId, WorkerId
+from tests.engine.programs import Forget
 
 SHORT = 5.0  # seconds that nothing here needs
 
@@ -205,7 +206,36 @@ def test_nothing_heard_leaves_no_gradients_and_fires_no_hooks() -> None:
     assert pass_.gradients == {}
 
 
+def test_a_node_that_gets_none_across_a_cut_is_visited_with_none() -> None:
+    x = leaf()
+    shared = x * 2
+    tensor, recv = received()
+    arrived: list[object] = []
+    shared.grad_fn.register_hook(lambda _, gradients: arrived.append(gradients))  # type: ignore[union-attr]
+    x.register_hook(arrived.append)
+    pass_, told = local_pass({"a": Forget.apply(tensor, shared), "b": shared * 3}, {"in": recv})
+    pass_.start()
+    pass_.hear("a", [torch.ones(2)])
+    pass_.run()
+    assert told.of["in"] is not None
+    assert arrived == []
+    pass_.hear("b", None)
+    pass_.run()
+    assert arrived == [(None,), None]
+    assert pass_.gradients == {}
+
+
 # -------------------------------------------------------------------------------------------------------- leaves
+
+
+def test_a_leaf_that_gets_none_early_is_visited_with_none() -> None:
+    x, y = leaf(), leaf()
+    arrived: list[object] = []
+    x.register_hook(arrived.append)
+    pass_ = run_whole({"early": Forget.apply(y, x), "late": leaf() * 2})
+    assert arrived == [None]
+    assert x not in pass_.gradients
+    assert y in pass_.gradients
 
 
 def test_grad_is_left_alone() -> None:
