@@ -19,14 +19,18 @@ class Book:
         """A worker reached a barrier; a second arrival of the same one replaces the first."""
         self._arrived.setdefault(key, {})[worker] = (activity, answer)
 
-    def complete(self, expected: Iterable[str]) -> list[tuple[Answer, int]]:
-        """Answers to give now: of the barriers at which all those expected have arrived."""
+    def complete(self, expected: Iterable[str], here: str) -> list[tuple[Answer, int]]:
+        """Answers to give now: of the barriers at which all those expected have arrived.
+
+        The answer to this worker itself comes last: it may leave as soon as it has it, and must not take the answers of
+        the others with it."""
         wanted = set(expected)
         ready: list[tuple[Answer, int]] = []
         for key in [k for k, arrived in self._arrived.items() if wanted <= arrived.keys()]:
             arrived = self._arrived.pop(key)
             total = sum(activity for activity, _ in arrived.values())
-            ready += [(answer, total) for _, answer in arrived.values()]
+            in_order = sorted(arrived, key=lambda worker: worker == here)
+            ready += [(arrived[worker][1], total) for worker in in_order]
         return ready
 
     def missing(self, key: str, expected: Iterable[str]) -> list[str]:

@@ -8,7 +8,6 @@ import atexit
 import importlib
 import logging
 import os
-import random
 import threading
 import time
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 from telegrad.errors import AlreadyInitialized, RendezvousError, ShutdownError, TelegradError, WorkerDied
-from telegrad.ids import Incarnation, WorkerId
+from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.barrier import Book
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
@@ -99,11 +98,11 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
         listeners = Listeners(options.transports, (options.host or _LOOPBACK) if secret else _LOOPBACK)
         if secret is None:
             secret = place.agree_on_secret()
+        incarnation = draw_incarnation(_generation(place, worker_id))
     except RuntimeError as error:
         if isinstance(error, TelegradError):
             raise
         raise RendezvousError(f"the meeting place {options.init_method!r} failed: {error}") from error
-    incarnation = Incarnation(random.SystemRandom().getrandbits(63) | 1)
     member = Member(name, WorkerId(worker_id), incarnation, tuple(listeners.addresses), os.getpid())
     agent = Agent(member, secret, options, listeners, place)
     agent.world_size = world_size
@@ -119,6 +118,13 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
         agent.close(farewell=False)
         raise
     return agent
+
+
+def _generation(place: MeetingPlace, worker_id: int) -> int:
+    generation = place.next_generation(worker_id)
+    if generation > MAX_GENERATION:
+        raise RendezvousError(f"worker id {worker_id} was started {generation} times in this job: start it under another id")
+    return generation
 
 
 def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | None) -> None:
@@ -173,7 +179,8 @@ def _register(agent: Agent) -> None:
 
     def settle() -> None:
         with book_lock:
-            ready = book.complete(m.name for m in agent.directory.members() if not agent.is_dead(m))
+            living = [m.name for m in agent.directory.members() if not agent.is_dead(m)]
+            ready = book.complete(living, agent.info.name)
         for answer, total in ready:
             answer(total)
 

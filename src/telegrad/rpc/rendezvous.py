@@ -22,6 +22,8 @@ from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.rpc")
 
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Member).decode
 
@@ -83,6 +85,10 @@ class MeetingPlace:
         """An id for a worker that came without a rank."""
         return int(self._store.add("ids", 1)) - 1
 
+    def next_generation(self, worker_id: int) -> int:
+        """How many workers with this id were started here before."""
+        return int(self._store.add(f"generation/{worker_id}", 1)) - 1
+
     def publish(self, member: Member) -> None:
         """Append a record."""
         index = int(self._store.add("records", 1)) - 1
@@ -91,24 +97,23 @@ class MeetingPlace:
     def news(self) -> list[Member]:
         """The records appended since the last time."""
         with self._lock:
-            end = int(self._store.add("records", 0))
             fresh = []
-            while self._read < end:
+            while self._store.check([f"record/{self._read}"]):
                 fresh.append(_decode(self._store.get(f"record/{self._read}")))
                 self._read += 1
             return fresh
 
     def wait_for_news(self, deadline: float) -> list[Member]:
         """The next records; empty at the deadline."""
+        # By looking again and again, ever less often: a wait inside torch's stores would print when it times out.
+        pause = _FIRST_PAUSE
         while True:
             fresh = self.news()
             left = deadline - time.monotonic()
             if fresh or left <= 0:
                 return fresh
-            try:
-                self._store.wait([f"record/{self._read}"], timedelta(seconds=min(left, 5.0)))
-            except RuntimeError as error:  # DistStoreError: nothing came; a broken store shows in the next look
-                log.debug("waiting for workers: %s", error)
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def wait_for_ranks(
