@@ -172,6 +172,8 @@ class Link:
                     if slot.wake is None:
                         slot.wake = threading.Lock()
                         slot.wake.acquire()
+                    if slot.done:
+                        return  # completed before there was a lock to release
                     self._waiters.append(slot)
                     reads = False
                 else:
@@ -190,6 +192,9 @@ class Link:
                 if self.pending.take(slot.request_id) is None:
                     continue  # it is being completed by another thread this very moment
                 slot.done = True
+                with self._lock:
+                    if self._state == IDLE:  # the reading may have been passed to this thread as it woke by itself
+                        self._pass_on()
                 raise self.timeout_error(slot)
 
     def _sleep_until_woken(self, slot: Slot) -> None:
@@ -223,17 +228,19 @@ class Link:
 
     def _stop_reading(self) -> None:
         with self._lock:
-            while self._waiters:
-                heir = self._waiters.popleft()
-                if not heir.done:
-                    self._state = IDLE
-                    heir.wake.release()
-                    return
-            if self._connection is not None and self.pending:
-                self._state = ARMED
-                self.agent.crew.arm(self._connection.stream.fileno())
-            else:
-                self._state = IDLE
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Under the lock: let one who waits read, or the crew if others wait for futures only."""
+        self._state = IDLE
+        while self._waiters:
+            heir = self._waiters.popleft()
+            if not heir.done:
+                heir.wake.release()
+                return
+        if self._connection is not None and self.pending:
+            self._state = ARMED
+            self.agent.crew.arm(self._connection.stream.fileno())
 
     def _arm(self) -> None:
         with self._lock:
