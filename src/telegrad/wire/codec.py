@@ -354,7 +354,8 @@ def _load(payload: Any, tensors: Sequence[Tensor], find_class: FindClass | None)
 
 def _import_by_name(module: str, name: str) -> Any:
     try:
-        found: Any = sys.modules.get(module) or importlib.import_module(module)
+        # Not from `sys.modules`: another thread may be half-way through importing it.
+        found: Any = importlib.import_module(module)
     except ImportError as error:
         raise SerializationError(
             f"{module}.{name} was sent by name, but module {module!r} cannot be imported on the receiving worker "
