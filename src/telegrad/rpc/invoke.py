@@ -6,6 +6,8 @@ one that returns a Future or a coroutine is answered when that is done, and no t
 """
 
 import asyncio
+import functools
+import operator
 import threading
 from collections.abc import Callable, Coroutine
 from types import BuiltinFunctionType, CoroutineType, FunctionType
@@ -28,6 +30,7 @@ _MAX_FUNCTIONS = 4096
 _NOT_NUMBERED = 0
 
 Result = Callable[[Any], None]
+Failure = Callable[[BaseException], None]
 
 
 def pack_call(
@@ -78,8 +81,27 @@ class ScriptedFunction:
         return function(*args, **kwargs)
 
 
+class NamedOperator:
+    """An operator of `torch.ops`, which cannot be pickled either; it arrives as the operator of that name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find_operator, (self.name,)
+
+
+def find_operator(name: str) -> Any:
+    """The operator of this name, with its overload where that is named too."""
+    return operator.attrgetter(name)(torch.ops)
+
+
 def _sendable(func: Any) -> Any:
-    return ScriptedFunction(func.qualified_name) if isinstance(func, torch.jit.ScriptFunction) else func
+    if isinstance(func, torch.jit.ScriptFunction):
+        return ScriptedFunction(func.qualified_name)
+    if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+        return NamedOperator(str(func))
+    return func
 
 
 class _Definition:
@@ -105,8 +127,15 @@ def resolve(session: Session, number: int, definition: bytes) -> Any:
     return function
 
 
-def run_call(agent: Agent, request: Request, call: PythonCall | PythonRemoteCall, done: Result) -> None:
-    """Run the call of a request and give its result to `done`, now or later. Errors are raised or become the reply."""
+def run_call(
+    agent: Agent, request: Request, call: PythonCall | PythonRemoteCall, done: Result, failed: Failure | None = None
+) -> None:
+    """Run the call of a request and give its result to `done`, now or later.
+
+    An error is raised if it comes at once, else it is given to `failed`, which is by default to reply with it.
+    """
+    if failed is None:
+        failed = functools.partial(agent.fail, request)
     # Numbers are settled first of all, in the order of arrival.
     if call.function:
         func = resolve(request.session, call.function, call.definition)
@@ -124,16 +153,16 @@ def run_call(agent: Agent, request: Request, call: PythonCall | PythonRemoteCall
         with request.scope():
             result = func(*args, **kwargs)
     if isinstance(result, CoroutineType):
-        agent_loop(agent).run(result, done, lambda error: agent.fail(request, error))
+        agent_loop(agent).run(result, done, failed)
     elif hasattr(func, ASYNC_MARK):
         del args, kwargs
-        _when_done(agent, request, func, result, done)
+        _when_done(func, result, done, failed)
     else:
         del args, kwargs
         done(result)
 
 
-def _when_done(agent: Agent, request: Request, func: Any, result: Any, done: Result) -> None:
+def _when_done(func: Any, result: Any, done: Result, failed: Failure) -> None:
     if not isinstance(result, torch._C.Future):
         raise TypeError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
@@ -144,7 +173,7 @@ def _when_done(agent: Agent, request: Request, func: Any, result: Any, done: Res
         try:
             done(future.value())
         except BaseException as error:
-            agent.fail(request, error)
+            failed(error)
 
     result.add_done_callback(finish)
 
@@ -178,7 +207,7 @@ class EventLoop:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], done: Result, failed: Callable[[BaseException], None]) -> None:
+    def run(self, coroutine: Coroutine[Any, Any, Any], done: Result, failed: Failure) -> None:
         """Await a coroutine and pass on what comes of it."""
 
         async def await_and_pass_on() -> None:
