@@ -5,6 +5,7 @@ of the worker that made it, and whoever holds one can tell who made it without a
 """
 
 import itertools
+import random
 from collections.abc import Iterator
 from typing import NewType
 
@@ -21,6 +22,20 @@ WORKER_BITS = 16
 LOCAL_BITS = 64 - WORKER_BITS
 MAX_WORKER_ID = (1 << WORKER_BITS) - 1
 MAX_LOCAL_ID = (1 << LOCAL_BITS) - 1
+GENERATION_BITS = 10
+MAX_GENERATION = (1 << GENERATION_BITS) - 1
+
+
+def draw_incarnation(generation: int) -> Incarnation:
+    """A random number for a worker that starts; it ends in how often a worker with its id was started before."""
+    if not 0 <= generation <= MAX_GENERATION:
+        raise ValueError(f"generation {generation} is not within 0..{MAX_GENERATION}")
+    return Incarnation((random.SystemRandom().getrandbits(63 - GENERATION_BITS) | 1) << GENERATION_BITS | generation)
+
+
+def generation_of(incarnation: Incarnation) -> int:
+    """How often a worker with the same id was started before this incarnation."""
+    return incarnation & MAX_GENERATION
 
 
 def make_id(worker: int, local: int) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from telegrad.ids import ForkId, RRefId, WorkerId, make_id
+from telegrad.ids import ForkId, RRefId
 from telegrad.rref.actions import (
     FailValue,
     Forget,
@@ -17,8 +17,9 @@ from telegrad.rref.actions import (
     SendForkRequest,
 )
 from telegrad.rref.lifetime import Leak, OwnerLedger, UserLedger
+from telegrad.rref.peers import PeerId, make_id
 
-OWNER, A, B, C = (WorkerId(n) for n in range(4))  # the owner and three users
+OWNER, A, B, C = (PeerId(n) for n in range(4))  # the owner and three users
 R = RRefId(make_id(A, 1))  # created by A, lives on OWNER
 FA = ForkId(make_id(A, 10))  # A's own fork
 FB = ForkId(make_id(A, 11))  # made by A for B
@@ -267,7 +268,7 @@ class TestDeathSeenByTheOwner:
 
     def test_a_worker_that_joins_is_asked_as_well(self, owner: OwnerLedger) -> None:
         created(owner).worker_died(A)
-        late = WorkerId(9)
+        late = PeerId(9)
         assert owner.worker_joined(late) == (SendFlush(late, A),)
         assert owner.worker_joined(late) == ()
         owner.on_flushed(B, A, ())

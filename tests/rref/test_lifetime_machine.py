@@ -15,28 +15,29 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from telegrad.ids import ForkId, RRefId, WorkerId, make_id
+from telegrad.ids import ForkId, RRefId
 from telegrad.rref import actions as lt
 from telegrad.rref.lifetime import OwnerLedger, UserLedger
+from telegrad.rref.peers import PeerId, make_id
 
-WORKERS = [WorkerId(n) for n in range(4)]
+WORKERS = [PeerId(n) for n in range(4)]
 
 
 class Handle(msgspec.Struct, frozen=True):
     rref_id: RRefId
     fork_id: ForkId | None  # None on the owner
-    owner: WorkerId
+    owner: PeerId
 
 
 class Carrier(msgspec.Struct, frozen=True):
     """A call with a handle among its arguments."""
 
-    to: WorkerId
+    to: PeerId
     handle: Handle
 
 
 class Creation(msgspec.Struct, frozen=True):
-    to: WorkerId
+    to: PeerId
     rref_id: RRefId
     fork_id: ForkId
 
@@ -45,12 +46,12 @@ Message = lt.Send | Carrier | Creation
 
 
 class Worker:
-    def __init__(self, me: WorkerId) -> None:
+    def __init__(self, me: PeerId) -> None:
         self.me = me
         self.alive = True
         self.owner = OwnerLedger(me, WORKERS)
         self.user = UserLedger(me)
-        self.knows_dead: set[WorkerId] = set()
+        self.knows_dead: set[PeerId] = set()
         self.values: dict[RRefId, str] = {}
         self.handles: list[Handle] = []
         self.rref_ids = itertools.count(1)
@@ -66,8 +67,8 @@ class Worker:
 class World:
     def __init__(self) -> None:
         self.workers = {w: Worker(w) for w in WORKERS}
-        self.bag: list[tuple[WorkerId, Message]] = []
-        self.created: dict[RRefId, WorkerId] = {}  # values that came to exist, and where
+        self.bag: list[tuple[PeerId, Message]] = []
+        self.created: dict[RRefId, PeerId] = {}  # values that came to exist, and where
 
     def living(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.alive]
@@ -101,7 +102,7 @@ class World:
         at.handles.append(Handle(rref_id, None, at.me))
         self.perform(at, at.owner.hold(rref_id))
 
-    def remote(self, at: Worker, to: WorkerId) -> None:
+    def remote(self, at: Worker, to: PeerId) -> None:
         rref_id, fork_id = at.new_rref_id(), at.new_fork_id()
         at.handles.append(Handle(rref_id, fork_id, to))
         self.perform(at, at.user.create(rref_id, fork_id, to))
@@ -114,7 +115,7 @@ class World:
         at = self.workers[src]
         self.perform(at, at.user.creation_failed(message.fork_id))
 
-    def share(self, at: Worker, handle: Handle, to: WorkerId, *, sent: bool = True) -> None:
+    def share(self, at: Worker, handle: Handle, to: PeerId, *, sent: bool = True) -> None:
         child = at.new_fork_id()
         if handle.fork_id is None:
             self.perform(at, at.owner.share(handle.rref_id, child, to))
@@ -141,7 +142,7 @@ class World:
         worker.alive = False
         self.bag = [(src, message) for src, message in self.bag if message.to != worker.me]
 
-    def notice(self, at: Worker, dead: WorkerId) -> None:
+    def notice(self, at: Worker, dead: PeerId) -> None:
         at.knows_dead.add(dead)
         self.perform(at, at.owner.worker_died(dead))
         self.perform(at, at.user.worker_died(dead))
@@ -155,7 +156,7 @@ class World:
         if at.alive:
             self.perform(at, self.react(at, src, message))
 
-    def react(self, at: Worker, src: WorkerId, message: Message) -> lt.Actions:
+    def react(self, at: Worker, src: PeerId, message: Message) -> lt.Actions:
         match message:
             case Creation(_, rref_id, fork_id):
                 actions = at.owner.on_create(src, rref_id, fork_id)
@@ -246,7 +247,7 @@ class References(RuleBasedStateMachine):
         return options[data.draw(st.integers(0, len(options) - 1))]
 
     @rule(data=st.data(), to=st.sampled_from(WORKERS))
-    def remote(self, data: st.DataObject, to: WorkerId) -> None:
+    def remote(self, data: st.DataObject, to: PeerId) -> None:
         at = self.pick(data, self.world.living())
         if at.me == to:
             self.world.make_local(at)
@@ -258,7 +259,7 @@ class References(RuleBasedStateMachine):
 
     @precondition(lambda self: self.handles())
     @rule(data=st.data(), to=st.sampled_from(WORKERS), then_drop=st.booleans())
-    def share(self, data: st.DataObject, to: WorkerId, then_drop: bool) -> None:
+    def share(self, data: st.DataObject, to: PeerId, then_drop: bool) -> None:
         at, handle = self.pick(data, self.handles())
         if to not in at.knows_dead:
             self.world.share(at, handle, to)
@@ -267,7 +268,7 @@ class References(RuleBasedStateMachine):
 
     @precondition(lambda self: self.handles())
     @rule(data=st.data(), to=st.sampled_from(WORKERS))
-    def share_but_not_sent(self, data: st.DataObject, to: WorkerId) -> None:
+    def share_but_not_sent(self, data: st.DataObject, to: PeerId) -> None:
         at, handle = self.pick(data, self.handles())
         self.world.share(at, handle, to, sent=False)
 
@@ -302,7 +303,7 @@ class References(RuleBasedStateMachine):
         if sent:
             self.world.bag.pop(self.pick(data, sent))
 
-    def news(self) -> list[tuple[Worker, WorkerId]]:
+    def news(self) -> list[tuple[Worker, PeerId]]:
         dead = [worker.me for worker in self.world.workers.values() if not worker.alive]
         return [(at, d) for at in self.world.living() for d in dead if d not in at.knows_dead]
 

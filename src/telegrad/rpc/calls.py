@@ -12,14 +12,20 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.invoke import pack_call, remember_function
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+from telegrad.rpc.packing import take_back
 from telegrad.rpc.pending import Slot
 from telegrad.rpc.workers import Member, WorkerInfo
+from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage, PythonCall
 
 T = TypeVar("T")
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 Worker = str | int | WorkerInfo
+# What to do when the reply has come or will not, in whichever thread finds out.
+Complete = Callable[[OnReply | None, Slot], None]
+
+NOTHING = Packed(b"", [])
 
 
 def name_of(func: Any) -> str:
@@ -46,52 +52,85 @@ def start_call(
     timeout: float,
     *,
     make: Callable[[int, bytes, float], AnyMessage] = PythonCall,
+    complete: Complete | None = None,
     future: Future[Any] | None = None,
-    finish: Callable[[Any], None] | None = None,
+    patience: float | None = None,
 ) -> tuple[Slot, OnReply | None]:
-    """Send a call. With a `future` it is completed when the reply comes; `finish` may see the value first."""
+    """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer."""
     if timeout == UNSET_RPC_TIMEOUT:
         timeout = agent.rpc_timeout
     link = agent.link(member)
     number, definition, full, packed = pack_call(agent, link, func, args, kwargs)
     message = make(number, definition, timeout)
-    whole = message if full == definition else make(number, full, timeout)
-    on_reply: OnReply | None = None
-    for hook in agent.call_hooks:
-        wrapped = hook(member.worker_id, message, packed.tensors)
-        if wrapped is not None:
-            inner, (message, on_reply) = message, wrapped
-            whole = message if whole is inner else msgspec.structs.replace(message, call=whole)
-    complete = None if future is None else functools.partial(_complete, agent, member, future, on_reply, finish)
-    agent.calls_made += 1
-    slot = agent.send(
+    started = start_request(
+        agent,
         member,
         message,
         packed,
-        timeout=timeout,
+        timeout=timeout if patience is None else patience,
         what=lambda: f"{name_of(func)}() on worker {member.name!r}",
+        whole=message if full == definition else make(number, full, timeout),
         complete=complete,
         future=future,
-        whole=whole,
     )
     if definition:
         remember_function(link, func, number, definition)
+    return started
+
+
+def start_request(
+    agent: Agent,
+    member: Member,
+    message: AnyMessage,
+    packed: Packed = NOTHING,
+    *,
+    timeout: float,
+    what: Callable[[], str],
+    whole: AnyMessage | None = None,
+    complete: Complete | None = None,
+    future: Future[Any] | None = None,
+) -> tuple[Slot, OnReply | None]:
+    """Send a request that carries values of the user, past the hooks of the layers above."""
+    whole = whole or message
+    on_reply: OnReply | None = None
+    try:
+        for hook in agent.call_hooks:
+            wrapped = hook(member.worker_id, message, packed.tensors)
+            if wrapped is not None:
+                inner, (message, on_reply) = message, wrapped
+                if inner is whole:
+                    whole = message
+                elif message is not inner:
+                    whole = msgspec.structs.replace(message, call=whole)
+        agent.calls_made += 1
+        done = None if complete is None else functools.partial(complete, on_reply)
+        slot = agent.send(
+            member, message, packed, timeout=timeout, what=what, complete=done, future=future, whole=whole
+        )
+    except BaseException:
+        take_back(packed)
+        if on_reply is not None:
+            on_reply.close()
+        raise
     return slot, on_reply
 
 
-def _complete(
-    agent: Agent,
-    member: Member,
-    future: Future[Any],
-    on_reply: OnReply | None,
-    finish: Callable[[Any], None] | None,
-    slot: Slot,
-) -> None:
+def wait_for_value(agent: Agent, member: Member, slot: Slot, on_reply: OnReply | None) -> Any:
+    """Wait in person for the reply of a request; its value."""
+    try:
+        agent.link(member).wait(slot)
+    except BaseException:
+        if on_reply is not None:
+            on_reply.close()
+        raise
+    return agent.value(slot, member, on_reply)
+
+
+def complete_future(agent: Agent, member: Member, future: Future[Any], on_reply: OnReply | None, slot: Slot) -> None:
+    """The reply of a request came, or will not: complete its future."""
     future.help = None
     try:
         value = agent.value(slot, member, on_reply)
-        if finish is not None:
-            finish(value)
     except BaseException as error:
         future.set_exception(error)
         return
@@ -145,8 +184,7 @@ def rpc_sync(
         member = agent.find(to)
         try:
             slot, on_reply = start_call(agent, member, func, args, kwargs, timeout)
-            agent.link(member).wait(slot)
-            return agent.value(slot, member, on_reply)
+            return wait_for_value(agent, member, slot, on_reply)
         except WorkerDied:
             if retries <= 0:
                 raise
@@ -174,5 +212,6 @@ def rpc_async(
     agent = require_agent()
     member = agent.find(to)
     future: Future[Any] = Future(what=f"{name_of(func)}() on worker {member.name!r}")
-    start_call(agent, member, func, args, kwargs, as_timeout(timeout), future=future)
+    complete = functools.partial(complete_future, agent, member, future)
+    start_call(agent, member, func, args, kwargs, as_timeout(timeout), complete=complete, future=future)
     return future

@@ -34,7 +34,7 @@ _LOOK_SECONDS = 0.001
 
 # The layers above, each with an `install(agent)` that puts its handlers and hooks on an agent. By name: this layer
 # imports none of them.
-_LAYERS = ("telegrad.engine",)
+_LAYERS = ("telegrad.rref", "telegrad.engine")
 
 _lock = threading.Lock()
 

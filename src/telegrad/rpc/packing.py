@@ -5,6 +5,7 @@ code that rebuilds one where it came from. Both are noted here for the time of o
 """
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +20,19 @@ if TYPE_CHECKING:
 class Crossing:
     """One message being packed or unpacked: between which workers, and what layers above noted about it."""
 
-    __slots__ = ("agent", "notes", "peer")
+    __slots__ = ("agent", "notes", "peer", "undo")
 
     def __init__(self, agent: "Agent", peer: "Member") -> None:
         self.agent = agent
         self.peer = peer
         self.notes: dict[Any, Any] = {}
+        self.undo: list[Callable[[], None]] = []  # what to do if the message is never sent
+
+
+class Counted(Packed, frozen=True):
+    """A packed value with something in it that was counted as sent."""
+
+    undo: list[Callable[[], None]]
 
 
 class _Local(threading.local):
@@ -36,11 +44,24 @@ local = _Local()
 
 def pack_for(agent: "Agent", peer: "Member", value: Any, main_by_value: bool) -> Packed:
     """Pack a value that will be sent to `peer`."""
-    before, local.crossing = local.crossing, Crossing(agent, peer)
+    crossing = Crossing(agent, peer)
+    before, local.crossing = local.crossing, crossing
     try:
-        return pack(value, main_by_value=main_by_value)
+        packed = pack(value, main_by_value=main_by_value)
+    except BaseException:
+        for undo in crossing.undo:
+            undo()
+        raise
     finally:
         local.crossing = before
+    return Counted(packed.payload, packed.tensors, crossing.undo) if crossing.undo else packed
+
+
+def take_back(packed: Packed) -> None:
+    """A packed value will not be sent after all."""
+    if isinstance(packed, Counted):
+        for undo in packed.undo:
+            undo()
 
 
 def unpack_from(agent: "Agent", peer: "Member", payload: Any, tensors: list[torch.Tensor]) -> Any:

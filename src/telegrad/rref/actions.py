@@ -5,7 +5,8 @@ Each `Send` becomes the message of the same name (`SendDelete` an `RRefUserDelet
 
 import msgspec
 
-from telegrad.ids import ForkId, RRefId, WorkerId
+from telegrad.ids import ForkId, RRefId
+from telegrad.rref.peers import PeerId
 
 
 class Action(msgspec.Struct, frozen=True, gc=False):
@@ -15,7 +16,7 @@ class Action(msgspec.Struct, frozen=True, gc=False):
 class Send(Action, frozen=True, gc=False):
     """A message. Any number of these with the same `to` may travel as one, in any order, with any delay."""
 
-    to: WorkerId
+    to: PeerId
 
 
 class SendForkRequest(Send, frozen=True, gc=False):
@@ -23,7 +24,7 @@ class SendForkRequest(Send, frozen=True, gc=False):
 
     rref_id: RRefId
     fork_id: ForkId
-    holder: WorkerId
+    holder: PeerId
 
 
 class SendAck(Send, frozen=True, gc=False):
@@ -56,13 +57,13 @@ class SendCreationFailed(Send, frozen=True, gc=False):
 class SendFlush(Send, frozen=True, gc=False):
     """Owner to everyone: answer once you take nothing more from `dead`."""
 
-    dead: WorkerId
+    dead: PeerId
 
 
 class SendFlushed(Send, frozen=True, gc=False):
     """The answer: nothing of `dead` will be taken here any more; these forks of yours I have, unconfirmed."""
 
-    dead: WorkerId
+    dead: PeerId
     forks: tuple[tuple[RRefId, ForkId], ...]
 
 
@@ -76,7 +77,7 @@ class FailValue(Action, frozen=True, gc=False):
     """The value will never be made: keep an error in its place. `died`: its creator; None if the request failed."""
 
     rref_id: RRefId
-    died: WorkerId | None
+    died: PeerId | None
 
 
 class Refuse(Action, frozen=True, gc=False):
@@ -90,7 +91,7 @@ class MarkLost(Action, frozen=True, gc=False):
 
     rref_id: RRefId
     fork_id: ForkId
-    died: WorkerId
+    died: PeerId
 
 
 Actions = tuple[Action, ...]

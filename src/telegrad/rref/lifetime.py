@@ -13,16 +13,16 @@ workers die (`docs/guarantees.md` draws them):
 
 `OwnerLedger` is a worker's part as an owner, `UserLedger` its part as a user. Both are fed under the caller's lock,
 hold no values, locks or clocks, and return actions to perform after the lock is released. A fork id carries the worker
-that made it, so `worker_of(fork_id)` is the parent. What the caller promises: a call that carries a handle, and the
+that made it, so `maker_of(fork_id)` is the parent. What the caller promises: a call that carries a handle, and the
 request that creates a value, are delivered at most once (all other messages may be repeated); the reply to a creation
-reaches `on_ack` however late it is; the id of a dead worker is not used again.
+reaches `on_ack` however late it is; a worker that is started again has another `PeerId`.
 """
 
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from telegrad.ids import ForkId, RRefId, WorkerId, worker_of
+from telegrad.ids import ForkId, RRefId
 from telegrad.rref.actions import (
     Action,
     Actions,
@@ -38,6 +38,7 @@ from telegrad.rref.actions import (
     SendFlushed,
     SendForkRequest,
 )
+from telegrad.rref.peers import PeerId, maker_of
 
 
 class Leak(msgspec.Struct, frozen=True):
@@ -45,7 +46,7 @@ class Leak(msgspec.Struct, frozen=True):
 
     rref_id: RRefId
     held_here: int
-    forks: Mapping[ForkId, WorkerId]
+    forks: Mapping[ForkId, PeerId]
 
 
 class _Owned(msgspec.Struct):
@@ -53,20 +54,20 @@ class _Owned(msgspec.Struct):
 
     created: bool
     held_here: int = 0
-    forks: dict[ForkId, WorkerId] = {}
+    forks: dict[ForkId, PeerId] = {}
 
 
 class OwnerLedger:
     """The values of this worker, and the forks that keep each."""
 
-    def __init__(self, me: WorkerId, workers: Iterable[WorkerId] = ()) -> None:
+    def __init__(self, me: PeerId, workers: Iterable[PeerId] = ()) -> None:
         self.me = me
         self._owned: dict[RRefId, _Owned] = {}
         self._others = {worker for worker in workers if worker != me}
-        self._dead: set[WorkerId] = set()
+        self._dead: set[PeerId] = set()
         self._unsettled: dict[ForkId, RRefId] = {}  # forks held by the dead, until all barriers below are through
-        self._awaiting: dict[WorkerId, set[WorkerId]] = {}  # dead worker -> who has not said `flushed` yet
-        self._settled: set[WorkerId] = set()  # dead, and no handle of theirs can turn up any more
+        self._awaiting: dict[PeerId, set[PeerId]] = {}  # dead worker -> who has not said `flushed` yet
+        self._settled: set[PeerId] = set()  # dead, and no handle of theirs can turn up any more
 
     # Handles on the owner itself
 
@@ -77,7 +78,7 @@ class OwnerLedger:
 
     def receive(self, rref_id: RRefId, fork_id: ForkId) -> Actions:
         """A call brought a handle home. It becomes a local one; the parent need not wait for it."""
-        parent = worker_of(fork_id)
+        parent = maker_of(fork_id)
         if parent == self.me:  # sent to oneself: `share` has counted it
             return ()
         if parent in self._dead:
@@ -86,7 +87,7 @@ class OwnerLedger:
         owned.held_here += 1
         return (*actions, SendChildAccept(parent, fork_id))
 
-    def share(self, rref_id: RRefId, child: ForkId, to: WorkerId) -> Actions:
+    def share(self, rref_id: RRefId, child: ForkId, to: PeerId) -> Actions:
         """A local handle leaves in a call. Counted before it is sent: no request or ack is needed for it."""
         owned = self._owned[rref_id]
         if to == self.me:
@@ -95,7 +96,7 @@ class OwnerLedger:
             owned.forks[child] = to
         return ()
 
-    def take_back(self, rref_id: RRefId, child: ForkId, to: WorkerId) -> Actions:
+    def take_back(self, rref_id: RRefId, child: ForkId, to: PeerId) -> Actions:
         """A shared handle never left this worker, because the call could not be encoded or sent."""
         if to == self.me:
             return self.drop(rref_id)
@@ -112,7 +113,7 @@ class OwnerLedger:
 
     # What users say
 
-    def on_create(self, sender: WorkerId, rref_id: RRefId, fork_id: ForkId) -> Actions:
+    def on_create(self, sender: PeerId, rref_id: RRefId, fork_id: ForkId) -> Actions:
         """The creation arrived. Called before the function runs; the reply to it is the ack, also when it raises."""
         if sender in self._dead:
             return (Refuse(rref_id),)
@@ -124,7 +125,7 @@ class OwnerLedger:
             owned.forks[fork_id] = sender
         return ()
 
-    def on_creation_failed(self, sender: WorkerId, rref_id: RRefId, fork_id: ForkId) -> Actions:
+    def on_creation_failed(self, sender: PeerId, rref_id: RRefId, fork_id: ForkId) -> Actions:
         """A creation whose value is an error from the start."""
         if sender in self._dead:
             return ()
@@ -136,7 +137,7 @@ class OwnerLedger:
         owned.created = True
         return (FailValue(rref_id, None), ack)
 
-    def on_fork_request(self, sender: WorkerId, rref_id: RRefId, fork_id: ForkId, holder: WorkerId) -> Actions:
+    def on_fork_request(self, sender: PeerId, rref_id: RRefId, fork_id: ForkId, holder: PeerId) -> Actions:
         """A user has a handle it got from another user, or reports the one it sent to a worker that died since."""
         if sender in self._dead:
             return ()
@@ -148,7 +149,7 @@ class OwnerLedger:
             return (*actions, ack, *self._settle())
         return (*actions, ack)
 
-    def on_delete(self, sender: WorkerId, rref_id: RRefId, fork_id: ForkId) -> Actions:
+    def on_delete(self, sender: PeerId, rref_id: RRefId, fork_id: ForkId) -> Actions:
         """A user's fork is gone. Only its holder may say so: a parent must not free the fork of its dead child."""
         owned = self._owned.get(rref_id)
         if owned is None or owned.forks.get(fork_id) != sender or sender in self._dead:
@@ -157,7 +158,7 @@ class OwnerLedger:
 
     # Deaths
 
-    def worker_joined(self, worker: WorkerId) -> Actions:
+    def worker_joined(self, worker: PeerId) -> Actions:
         """A worker the constructor did not name. It is asked about the dead still being settled, as all others are."""
         if worker == self.me or worker in self._others:
             return ()
@@ -166,7 +167,7 @@ class OwnerLedger:
             waiting.add(worker)
         return tuple(SendFlush(worker, dead) for dead in self._awaiting)
 
-    def worker_died(self, worker: WorkerId) -> Actions:
+    def worker_died(self, worker: PeerId) -> Actions:
         """From now on nothing of this worker is taken. What it kept stays until the others have answered."""
         if worker in self._dead:
             return ()
@@ -174,7 +175,7 @@ class OwnerLedger:
         self._others.discard(worker)
         actions: list[Action] = []
         for rref_id, owned in self._owned.items():
-            if not owned.created and worker_of(rref_id) == worker:
+            if not owned.created and maker_of(rref_id) == worker:
                 owned.created = True
                 actions.append(FailValue(rref_id, worker))
             for fork_id, holder in owned.forks.items():
@@ -184,7 +185,7 @@ class OwnerLedger:
             waiting.discard(worker)
         return (*actions, *self._settle())
 
-    def on_flushed(self, sender: WorkerId, dead: WorkerId, forks: Iterable[tuple[RRefId, ForkId]]) -> Actions:
+    def on_flushed(self, sender: PeerId, dead: PeerId, forks: Iterable[tuple[RRefId, ForkId]]) -> Actions:
         """`sender` takes nothing more from `dead`. Its unconfirmed forks count as requests, and are acked like them."""
         if sender in self._dead:
             return ()
@@ -197,6 +198,10 @@ class OwnerLedger:
         return tuple(actions)
 
     # Inspection
+
+    def __contains__(self, rref_id: RRefId) -> bool:
+        """Whether this value is kept."""
+        return rref_id in self._owned
 
     def __len__(self) -> int:
         """How many values are kept."""
@@ -223,7 +228,7 @@ class OwnerLedger:
         owned = self._owned.get(rref_id)
         if owned is not None:
             return owned, ()
-        creator = worker_of(rref_id)
+        creator = maker_of(rref_id)
         orphan = creator in self._dead
         owned = self._owned[rref_id] = _Owned(created=orphan)
         return owned, (FailValue(rref_id, creator),) if orphan else ()
@@ -265,7 +270,7 @@ class _Used(msgspec.Struct):
     """One fork of mine. It ends when it is confirmed, dropped, and no child waits for the owner to know it."""
 
     rref_id: RRefId
-    owner: WorkerId
+    owner: PeerId
     confirmed: bool
     dropped: bool = False
     children: set[ForkId] = set()
@@ -274,18 +279,18 @@ class _Used(msgspec.Struct):
 class UserLedger:
     """The forks this worker holds of other workers' values."""
 
-    def __init__(self, me: WorkerId) -> None:
+    def __init__(self, me: PeerId) -> None:
         self.me = me
         self._used: dict[ForkId, _Used] = {}
         # Children sent and not yet accepted: child -> (the fork that waits for it, where it went). A handle sent to
         # oneself stays a child for as long as it lives, so it costs no message and names nothing new at the owner.
-        self._children: dict[ForkId, tuple[ForkId, WorkerId]] = {}
-        self._dead: set[WorkerId] = set()
-        self._asked: dict[WorkerId, set[WorkerId]] = {}  # not yet known here to be dead -> owners that want to hear
+        self._children: dict[ForkId, tuple[ForkId, PeerId]] = {}
+        self._dead: set[PeerId] = set()
+        self._asked: dict[PeerId, set[PeerId]] = {}  # not yet known here to be dead -> owners that want to hear
 
     # My handles
 
-    def create(self, rref_id: RRefId, fork_id: ForkId, owner: WorkerId) -> Actions:
+    def create(self, rref_id: RRefId, fork_id: ForkId, owner: PeerId) -> Actions:
         """`remote` was called. Recorded before the request is sent: the reply may come first."""
         if owner in self._dead:
             return (MarkLost(rref_id, fork_id, owner),)
@@ -300,9 +305,9 @@ class UserLedger:
         used = self._used.get(fork_id)
         return () if used is None else (SendCreationFailed(used.owner, used.rref_id, fork_id),)
 
-    def receive(self, rref_id: RRefId, fork_id: ForkId, owner: WorkerId) -> Actions:
+    def receive(self, rref_id: RRefId, fork_id: ForkId, owner: PeerId) -> Actions:
         """A call brought a handle of another worker's value."""
-        parent = worker_of(fork_id)
+        parent = maker_of(fork_id)
         for worker in (owner, parent):
             if worker in self._dead:
                 return (MarkLost(rref_id, fork_id, worker),)
@@ -312,7 +317,7 @@ class UserLedger:
         self._used[fork_id] = _Used(rref_id, owner, confirmed=known)
         return () if known else (SendForkRequest(owner, rref_id, fork_id, self.me),)
 
-    def share(self, fork_id: ForkId, child: ForkId, to: WorkerId) -> Actions:
+    def share(self, fork_id: ForkId, child: ForkId, to: PeerId) -> Actions:
         """One of my handles leaves in a call. Recorded before the call is sent: the accept may come first."""
         root = self._root(fork_id)
         used = self._used.get(root)
@@ -335,6 +340,14 @@ class UserLedger:
             return self._release(fork_id)
         return ()  # lost with its owner
 
+    def held(self) -> list[tuple[RRefId, ForkId, PeerId]]:
+        """Every handle that is not dropped: the value it names, itself, and the owner."""
+        mine = [(used.rref_id, fork_id, used.owner) for fork_id, used in self._used.items() if not used.dropped]
+        for child, (root, to) in self._children.items():
+            if to == self.me:
+                mine.append((self._used[root].rref_id, child, self._used[root].owner))
+        return mine
+
     def confirmed(self, fork_id: ForkId) -> bool:
         """Whether the owner is known to keep the value for this handle."""
         used = self._used.get(self._root(fork_id))
@@ -342,7 +355,7 @@ class UserLedger:
 
     # What owners and children say
 
-    def on_ack(self, owner: WorkerId, rref_id: RRefId, fork_id: ForkId) -> Actions:
+    def on_ack(self, owner: PeerId, rref_id: RRefId, fork_id: ForkId) -> Actions:
         """The owner has this fork in its table."""
         if owner in self._dead:
             return ()
@@ -354,7 +367,7 @@ class UserLedger:
         if used.confirmed:
             return ()
         used.confirmed = True
-        parent = worker_of(fork_id)
+        parent = maker_of(fork_id)
         actions = self._delete_if_done(fork_id, used)
         if parent == self.me or parent in self._dead:
             return actions
@@ -366,7 +379,7 @@ class UserLedger:
 
     # Deaths
 
-    def worker_died(self, worker: WorkerId) -> Actions:
+    def worker_died(self, worker: PeerId) -> Actions:
         """Handles of its values are lost; children it had are handed to their owners; owners that asked hear now."""
         if worker in self._dead:
             return ()
@@ -389,7 +402,7 @@ class UserLedger:
             owners.discard(worker)
         return tuple(actions)
 
-    def on_flush(self, owner: WorkerId, dead: WorkerId) -> Actions:
+    def on_flush(self, owner: PeerId, dead: PeerId) -> Actions:
         """An owner wants to hear when nothing more is taken from `dead` here; that is when its death is known here."""
         if owner in self._dead:
             return ()
@@ -440,7 +453,7 @@ class UserLedger:
         del self._used[fork_id]
         return (SendDelete(used.owner, used.rref_id, fork_id),)
 
-    def _flushed(self, owner: WorkerId, dead: WorkerId) -> SendFlushed:
+    def _flushed(self, owner: PeerId, dead: PeerId) -> SendFlushed:
         """All unconfirmed forks at once: which of them came from the dead does not matter to the owner."""
         forks = [(used.rref_id, f) for f, used in self._used.items() if used.owner == owner and not used.confirmed]
         return SendFlushed(owner, dead, tuple(forks))

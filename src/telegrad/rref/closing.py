@@ -1,0 +1,108 @@
+"""The end of an agent's references: let go of what is still held, wait until all owners have heard it, report it."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+
+from telegrad.errors import RRefError, TelegradError
+from telegrad.ids import RRefId
+from telegrad.rpc.calls import start_call, wait_for_value
+from telegrad.rref.lifetime import Leak
+from telegrad.rref.loan import Loan
+from telegrad.rref.outcome import Outcome
+from telegrad.rref.peers import PeerId, show_id
+from telegrad.rref.references import References
+
+log = logging.getLogger("telegrad.rref")
+
+_PATIENCE = 5.0  # seconds that letting go may take, with all workers in their shutdown
+_MOST_SHOWN = 10
+
+
+def before_shutdown(references: References) -> None:
+    """All workers have come to their graceful shutdown: nobody makes or sends references any more."""
+    release_handles(references)
+    if references.watch(lambda: not references.used and not named(references), _PATIENCE):
+        return
+    shown = "; ".join(_describe(references, leak) for leak in named(references)[:_MOST_SHOWN])
+    report = (
+        f"Leaking RRef: worker {references.agent.info.name!r} shuts down with {len(named(references))} values that others "
+        f"still name ({shown}) and {len(references.used)} handles whose owners have not answered"
+    )
+    if not references.ignore_leaks:
+        raise RRefError(report)
+    log.warning("%s", report)
+
+
+def release_handles(references: References) -> None:
+    """Delete all handles of other workers' values, and report those that the program still held."""
+    references.sweep()
+    held = references.used.held()
+    if held:
+        _report(references, [(owner, rref_id) for rref_id, _, owner in held])
+    references.closed = True  # from here on a handle that is collected has been let go already
+    for _, fork_id, _ in held:
+        references.feed(references.used.drop, fork_id)
+    references.sweep()
+
+
+def named(references: References) -> list[Leak]:
+    """The values of this worker that others name."""
+    return [leak for leak in references.owned.leaks() if leak.forks]
+
+
+def debug_info(references: References) -> dict[str, str]:
+    """Counts under torch's names."""
+    values = named(references)
+    return {
+        "num_owner_rrefs": str(len(values)),
+        "num_pending_users": str(references.used.counts()["pending"]),
+        "num_forks": str(sum(len(leak.forks) for leak in values)),
+        "num_pending_futures": str(len(references.deadlines)),
+    }
+
+
+def _report(references: References, held: Iterable[tuple[PeerId, RRefId]]) -> None:
+    by_owner: dict[PeerId, list[RRefId]] = {}
+    for owner, rref_id in held:
+        by_owner.setdefault(owner, []).append(rref_id)
+    lines = []
+    for owner, rref_ids in by_owner.items():
+        member = references.member(owner)
+        if member is None or references.agent.is_dead(member):
+            continue
+        try:
+            arguments = ([Loan(rref_id) for rref_id in rref_ids],)
+            slot, on_reply = start_call(references.agent, member, _type_names, arguments, None, _PATIENCE)
+            types = wait_for_value(references.agent, member, slot, on_reply)
+        except (TelegradError, OSError) as error:
+            log.debug("the types of what %s owns are not known: %s", member.name, error)
+            types = {"value": len(rref_ids)}
+        lines.append(f"{member.name}: " + ", ".join(f"{count} {name}" for name, count in types.items()))
+    if lines:
+        log.warning(
+            "worker %r shuts down while it holds references to %s", references.agent.info.name, "; ".join(lines)
+        )
+
+
+def _type_names(values: list[Outcome]) -> dict[str, int]:
+    return dict(Counter(_type_name(value) for value in values))
+
+
+def _type_name(value: Outcome | None) -> str:
+    if value is None or not value.done:
+        return "value that is not there yet"
+    return "failed creation" if value.failure else type(value.value).__name__
+
+
+def _describe(references: References, leak: Leak) -> str:
+    holders = (references.member(peer) for peer in set(leak.forks.values()))
+    names = ", ".join(sorted(member.name for member in holders if member is not None))
+    return f"{show_id(leak.rref_id)}, a {_type_name(references.values.get(leak.rref_id))}, by {names}"
+
+
+def install_hooks(references: References) -> None:
+    """Take part in the end of the agent."""
+    agent = references.agent
+    agent.before_shutdown.append(lambda: before_shutdown(references))
+    agent.on_close.append(references.close)

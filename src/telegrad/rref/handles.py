@@ -1,0 +1,204 @@
+"""The two ends of a reference: `OwnerHandle` beside the value, `UserHandle` anywhere else.
+
+A handle is what the ledgers count. It is gone when Python has collected it, and then its references are told.
+"""
+
+from functools import partial
+from typing import Any
+
+from telegrad.errors import RpcTimeout, RRefError
+from telegrad.ids import ForkId, RRefId
+from telegrad.rpc.agent import OnReply
+from telegrad.rpc.calls import start_call, start_request, wait_for_value
+from telegrad.rpc.futures import Future
+from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+from telegrad.rpc.pending import Slot
+from telegrad.rpc.workers import Member
+from telegrad.rref.creation import Creation
+from telegrad.rref.outcome import Outcome
+from telegrad.rref.peers import peer_of, show_id
+from telegrad.rref.references import References
+from telegrad.wire.messages import PythonRemoteCall, RRefFetch
+
+
+class OwnerHandle:
+    """A handle on the worker where the value lives."""
+
+    __slots__ = ("__weakref__", "_counted", "_references", "creation", "rref_id", "value")
+
+    def __init__(self, references: References, rref_id: RRefId, value: Outcome, *, counted: bool = True) -> None:
+        self._references = references
+        self.rref_id = rref_id
+        self.value = value
+        self.creation: Creation | None = None
+        self._counted = counted  # whether the ledger knows this handle
+
+    def __repr__(self) -> str:
+        return f"OwnerRRef({show_id(self.rref_id)})"
+
+    def __del__(self) -> None:
+        if self._counted:
+            self._references.handle_gone(self.rref_id, None)
+
+    @property
+    def references(self) -> References:
+        """The references of the agent this handle belongs to."""
+        return self._references
+
+    @property
+    def owner(self) -> Member:
+        """The worker where the value lives: this one."""
+        return self._references.agent.member
+
+    def check_usable(self, _: str) -> None:
+        """Raise if the value was to be made by a call that is known to have failed."""
+        if self.creation is not None:
+            self.creation.check()
+
+    def fetch(self, timeout: float) -> Any:
+        """The value itself."""
+        agent = self._references.agent
+        timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+        if not self.value.wait(timeout or None):
+            self.check_usable("to_here()")
+            raise RpcTimeout(
+                f"RPC ran for more than set timeout ({round(timeout * 1000)} ms): the value of {self} is still being "
+                f"made on this worker, {agent.info.name!r}"
+            )
+        return self.value.get()
+
+
+class UserHandle:
+    """A handle on any other worker. The owner keeps the value for it while it exists."""
+
+    __slots__ = ("__weakref__", "_references", "creation", "fork_id", "owner", "rref_id", "type")
+
+    def __init__(self, references: References, rref_id: RRefId, fork_id: ForkId, owner: Member) -> None:
+        self._references = references
+        self.rref_id = rref_id
+        self.fork_id = fork_id
+        self.owner = owner
+        self.creation: Creation | None = None  # for the handle that `remote` returned
+        self.type: Future[type] | None = None
+
+    def __repr__(self) -> str:
+        return f"UserRRef(RRefId = {show_id(self.rref_id)}, ForkId = {show_id(self.fork_id)})"
+
+    def __del__(self) -> None:
+        self._references.handle_gone(self.rref_id, self.fork_id)
+
+    @property
+    def references(self) -> References:
+        """The references of the agent this handle belongs to."""
+        return self._references
+
+    def check_usable(self, use: str) -> None:
+        """Raise if the value cannot be reached any more: `use` is what was tried."""
+        references = self._references
+        if references.closed:
+            raise RRefError(
+                f"{self} has been deleted by the shutdown of worker {references.agent.info.name!r}. "
+                f"Cannot call {use} on it after deletion."
+            )
+        if self.creation is not None:
+            self.creation.check()
+        died = references.lost.get(self.fork_id)
+        if died is not None or references.agent.is_dead(self.owner):
+            what = (
+                f"the value of {self} with it"
+                if died in (None, peer_of(self.owner))
+                else f"{self} came from it too late"
+            )
+            raise references.death_of(died or peer_of(self.owner), what)
+
+    def fetch(self, timeout: float) -> Any:
+        """A copy of the value, asked of its owner."""
+        self.check_usable("to_here()")
+        agent = self._references.agent
+        timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+        slot, on_reply = start_request(
+            agent,
+            self.owner,
+            RRefFetch(self.rref_id, timeout),
+            timeout=timeout,
+            what=lambda: f"to_here() of {self} on worker {self.owner.name!r}",
+        )
+        return wait_for_value(agent, self.owner, slot, on_reply)
+
+    def confirmed(self) -> bool:
+        """Whether the owner knows this handle. One that came in a call is waited for: its owner has been asked."""
+        references = self._references
+        known = partial(references.used.confirmed, self.fork_id)
+        if self.creation is not None or known():
+            return known()
+        seconds = references.agent.rpc_timeout or None
+        references.watch(lambda: known() or self.fork_id in references.lost or references.closed, seconds)
+        return known()
+
+
+Handle = OwnerHandle | UserHandle
+
+
+def hold(references: References, value: Any) -> OwnerHandle:
+    """A handle of a value that is here."""
+    rref_id = RRefId(references.new_id())
+    outcome = Outcome()
+    outcome.set(value)
+    return _hold(references, rref_id, outcome)
+
+
+def _hold(references: References, rref_id: RRefId, outcome: Outcome) -> OwnerHandle:
+    references.values[rref_id] = outcome
+    references.feed(references.owned.hold, rref_id)
+    return OwnerHandle(references, rref_id, outcome)
+
+
+def create(
+    references: References, to: Member, func: Any, args: Any, kwargs: Any, timeout: float, keep: Any = None
+) -> Handle:
+    """Have a worker make a value. `keep` is kept until the owner has run the call."""
+    agent = references.agent
+    timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
+    rref_id = RRefId(references.new_id())
+    handle: Handle
+    if to.incarnation == agent.member.incarnation:
+        fork_id = ForkId(rref_id)
+        handle = _hold(references, rref_id, Outcome())
+    else:
+        fork_id = ForkId(references.new_id())
+        references.feed(references.used.create, rref_id, fork_id, peer_of(to))
+        handle = UserHandle(references, rref_id, fork_id, to)
+    creation = handle.creation = Creation(references, to, func, timeout, keep)
+    complete = partial(_created, references, to, rref_id, fork_id, creation)
+    make = partial(PythonRemoteCall, rref_id, fork_id)
+    try:
+        # The reply confirms the fork, however late it comes, so it is waited for beyond the timeout of the creation.
+        start_call(agent, to, func, args, kwargs, timeout, make=make, complete=complete, patience=0.0)
+    except BaseException:
+        references.feed(references.used.creation_failed, fork_id)
+        raise
+    creation.watch()
+    return handle
+
+
+def _created(
+    references: References,
+    owner: Member,
+    rref_id: RRefId,
+    fork_id: ForkId,
+    creation: Creation,
+    on_reply: OnReply | None,
+    slot: Slot,
+) -> None:
+    """The reply of a creation came, or will not."""
+    try:
+        references.agent.value(slot, owner, on_reply)
+    except Exception as error:  # it did not run: the owner died, or could not take it
+        creation.failed(error)
+        references.feed(references.used.creation_failed, fork_id)
+        if peer_of(owner) == references.me and rref_id in references.values:
+            references.values[rref_id].fail(creation.error)
+        return
+    creation.done()
+    if peer_of(owner) != references.me:
+        references.feed(references.used.on_ack, peer_of(owner), rref_id, fork_id)

@@ -1,0 +1,152 @@
+"""Methods of a value that lives elsewhere: `rref.rpc_sync().method(x)`.
+
+The owner is asked once for the type of the value, which tells whether the method exists and if it returns a future.
+The calls carry the value as a loan: the handle stays here until they are done, so the owner need not count another.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from telegrad.rpc.calls import complete_future, start_call, wait_for_value
+from telegrad.rpc.functions import async_execution
+from telegrad.rpc.futures import Future
+from telegrad.rpc.invoke import ASYNC_MARK
+from telegrad.rref.handles import OwnerHandle, create
+from telegrad.rref.loan import Loan
+from telegrad.rref.outcome import Outcome
+
+if TYPE_CHECKING:
+    from telegrad.rref.reference import RRef
+
+Method = Callable[..., Any]
+
+
+# --- on the owner ---
+
+
+@async_execution
+def _rref_typeof_on_owner(value: Outcome) -> Future[type]:
+    future: Future[type] = Future(what="the type of a reference's value")
+
+    def finish() -> None:
+        if value.failure is None:
+            future.set_result(type(value.value))
+        else:
+            future.set_exception(value.failure())
+
+    value.when_done(finish)
+    return future
+
+
+def _invoke(value: Outcome, method: str, args: Any, kwargs: Any) -> Any:
+    return getattr(value.get(), method)(*args, **kwargs)
+
+
+@async_execution
+def _invoke_async_execution(value: Outcome, method: str, args: Any, kwargs: Any) -> Any:
+    return getattr(value.get(), method)(*args, **kwargs)
+
+
+# --- on a user ---
+
+
+def type_of(rref: "RRef[Any]", timeout: float) -> Future[type]:
+    """A future of the type of a reference's value."""
+    handle = rref._handle
+    if isinstance(handle, OwnerHandle):
+        return _rref_typeof_on_owner(handle.value)
+    if handle.type is not None:
+        return handle.type
+    handle.check_usable("_get_type()")
+    future: Future[type] = Future(what=f"the type of {rref}")
+    _start(rref, _rref_typeof_on_owner, (), timeout, future)
+    handle.type = future
+    future.add_done_callback(partial(_forget_failure, handle))
+    return future
+
+
+def _forget_failure(handle: Any, future: Any) -> None:
+    """Ask again next time: a timeout now says nothing about later."""
+    try:
+        future.value()
+    except Exception:
+        handle.type = None
+
+
+def _start(rref: "RRef[Any]", invoke: Method, args: tuple[Any, ...], timeout: float, future: Future[Any] | None) -> Any:
+    """Call `invoke` on the owner, with the value before `args`."""
+    handle = rref._handle
+    handle.check_usable("a method")
+    agent, owner, complete = handle.references.agent, handle.owner, None
+    if future is not None:
+        # The handle is kept until the call is done: the owner counts on it.
+        complete = partial(_complete, rref, partial(complete_future, agent, owner, future))
+    arguments = (Loan(handle.rref_id), *args)
+    return start_call(agent, owner, invoke, arguments, None, timeout, complete=complete, future=future)
+
+
+def _complete(_: "RRef[Any]", complete: Callable[..., None], *args: Any) -> None:
+    complete(*args)
+
+
+def _how_to_invoke(cls: Any, method: str) -> Method:
+    if issubclass(cls, torch.jit.ScriptModule) or issubclass(cls, torch._C.ScriptModule):
+        return _invoke  # their methods are not attributes of the class
+    return _invoke_async_execution if hasattr(getattr(cls, method), ASYNC_MARK) else _invoke
+
+
+class _Proxy:
+    """Attributes of a proxy are methods of the value."""
+
+    def __init__(self, rref: "RRef[Any]", timeout: float) -> None:
+        self._rref = rref
+        self._timeout = timeout
+
+    def __getattr__(self, method: str) -> Method:
+        return partial(self._call, method)
+
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class SyncProxy(_Proxy):
+    """Returns what the method returns."""
+
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        rref = self._rref
+        invoke = _how_to_invoke(type_of(rref, self._timeout).wait(), method)
+        slot, on_reply = _start(rref, invoke, (method, args, kwargs), self._timeout, None)
+        return wait_for_value(rref._handle.references.agent, rref._handle.owner, slot, on_reply)
+
+
+class AsyncProxy(_Proxy):
+    """Returns a future of what the method returns."""
+
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        result: Future[Any] = Future(what=f"{method}() of {self._rref}")
+        known = type_of(self._rref, self._timeout)
+        if known.done():
+            self._call_when_known(method, args, kwargs, result, known)
+        else:
+            known.add_done_callback(partial(self._call_when_known, method, args, kwargs, result))
+        return result
+
+    def _call_when_known(self, method: str, args: Any, kwargs: Any, result: Future[Any], known: Any) -> None:
+        try:
+            _start(self._rref, _how_to_invoke(known.value(), method), (method, args, kwargs), self._timeout, result)
+        except BaseException as error:
+            result.set_exception(error)
+
+
+class RemoteProxy(_Proxy):
+    """Returns a reference to what the method returns."""
+
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        rref, handle = self._rref, self._rref._handle
+        invoke = _how_to_invoke(type_of(rref, self._timeout).wait(), method)
+        arguments = (Loan(rref._handle.rref_id), method, args, kwargs)
+        made = create(handle.references, handle.owner, invoke, arguments, None, self._timeout, keep=rref)
+        return type(rref)._of(made)

@@ -1,0 +1,167 @@
+"""What an owner and a user answer: creations, fetches, and the messages of the protocol."""
+
+from functools import partial
+from typing import Any
+
+from telegrad.errors import RRefError
+from telegrad.rpc.invoke import run_call
+from telegrad.rpc.packing import pack_for
+from telegrad.rpc.session import Request
+from telegrad.rref.actions import Refuse, SendAck
+from telegrad.rref.outcome import Outcome, RemoteFailure
+from telegrad.rref.peers import PeerId, peer_of
+from telegrad.rref.references import References
+from telegrad.wire.frames import Kind
+from telegrad.wire.messages import (
+    Ack,
+    PythonRemoteCall,
+    RRefAck,
+    RRefChildAccept,
+    RRefCreationFailed,
+    RRefFetch,
+    RRefFetchReply,
+    RRefFlush,
+    RRefFlushed,
+    RRefForkRequest,
+    RRefUserDelete,
+)
+
+
+def register(references: References) -> None:
+    """Answer all messages about references."""
+    for message, handler in (
+        (PythonRemoteCall, serve_creation),
+        (RRefFetch, serve_fetch),
+        (RRefUserDelete, serve_delete),
+        (RRefForkRequest, serve_fork_request),
+        (RRefCreationFailed, serve_creation_failed),
+        (RRefChildAccept, serve_child_accept),
+        (RRefAck, serve_ack),
+        (RRefFlush, serve_flush),
+        (RRefFlushed, serve_flushed),
+    ):
+        references.agent.handlers[message] = partial(handler, references)
+
+
+def serve_creation(references: References, request: Request) -> None:
+    """Run a function and keep what it returns. The reply says that it has run, whether or not it raised."""
+    agent, call, creator = references.agent, request.message, peer_of(request.caller)
+    assert type(call) is PythonRemoteCall
+    if creator == references.me:  # the owner holds its handle already; if it is gone, nobody will see the value
+        value = references.values.get(call.rref_id, Outcome())
+    else:
+        actions = references.decide(references.owned.on_create, creator, call.rref_id, call.fork_id)
+        if any(type(action) is Refuse for action in actions):
+            raise RRefError(f"worker {request.caller.name!r} is known to be dead here; its calls are not run")
+        value = references.value_of(call.rref_id)
+
+    def done(result: Any) -> None:
+        value.set(result)
+        agent.reply(request, Ack())
+
+    def failed(error: BaseException) -> None:
+        value.fail(RemoteFailure(error, agent.info))
+        agent.reply(request, Ack())
+
+    try:
+        run_call(agent, request, call, done, failed)
+    except Exception as error:
+        failed(error)
+
+
+def serve_fetch(references: References, request: Request) -> None:
+    """Send a value as soon as it exists. No thread waits for it."""
+    message = request.message
+    assert type(message) is RRefFetch
+    value = references.value_of(message.rref_id)
+    if value.done:
+        _send_value(references, request, value)
+    else:
+        value.when_done(lambda: _send_value(references, request, value))
+
+
+def _send_value(references: References, request: Request, value: Outcome) -> None:
+    agent = references.agent
+    try:
+        if isinstance(value.failure, RemoteFailure):
+            request.session.reply(Kind.FAILURE, request.frame.request_id, *value.failure.described)
+            return
+        packed = pack_for(agent, request.caller, value.get(), request.session.main_by_value)
+    except Exception as error:
+        agent.fail(request, error)
+        return
+    agent.reply(request, RRefFetchReply(), packed)
+
+
+# --- the protocol: each message is an event for a ledger ---
+
+
+def serve_delete(references: References, request: Request) -> None:
+    """Handles of a user are gone."""
+    message, sender = request.message, peer_of(request.caller)
+    assert type(message) is RRefUserDelete
+    for rref_id, fork_id in message.forks:
+        references.feed(references.owned.on_delete, sender, rref_id, fork_id)
+    references.agent.reply(request, Ack())
+
+
+def serve_fork_request(references: References, request: Request) -> None:
+    """A user has a handle that this owner does not know yet."""
+    message, sender = request.message, peer_of(request.caller)
+    assert type(message) is RRefForkRequest
+    event = references.owned.on_fork_request
+    _acknowledge(references, request, event, sender, message.rref_id, message.fork_id, PeerId(message.holder))
+
+
+def serve_creation_failed(references: References, request: Request) -> None:
+    """A value will never be made."""
+    message, sender = request.message, peer_of(request.caller)
+    assert type(message) is RRefCreationFailed
+    _acknowledge(references, request, references.owned.on_creation_failed, sender, message.rref_id, message.fork_id)
+
+
+def _acknowledge(references: References, request: Request, event: Any, *args: Any) -> None:
+    """Where the ledger decides to acknowledge to who asked, the reply is that acknowledgement."""
+    reply: Ack | RRefAck = Ack()
+    others = []
+    for action in references.decide(event, *args):
+        if type(action) is SendAck and type(reply) is Ack:
+            reply = RRefAck(action.rref_id, action.fork_id)
+        else:
+            others.append(action)
+    references.perform(others)
+    references.agent.reply(request, reply)
+
+
+def serve_child_accept(references: References, request: Request) -> None:
+    """The owner knows a handle that was sent from here."""
+    message = request.message
+    assert type(message) is RRefChildAccept
+    references.feed(references.used.on_child_accept, message.fork_id)
+    references.agent.reply(request, Ack())
+
+
+def serve_ack(references: References, request: Request) -> None:
+    """An owner knows a handle that is here."""
+    message = request.message
+    assert type(message) is RRefAck
+    references.feed(references.used.on_ack, peer_of(request.caller), message.rref_id, message.fork_id)
+    references.agent.reply(request, Ack())
+
+
+def serve_flush(references: References, request: Request) -> None:
+    """An owner wants to hear when a death is known here, and what is then left of the dead one's handles."""
+    message = request.message
+    assert type(message) is RRefFlush
+    dead = PeerId(message.dead)
+    references.feed(references.used.on_flush, peer_of(request.caller), dead)
+    references.agent.reply(request, Ack())
+    references.probe(dead)
+
+
+def serve_flushed(references: References, request: Request) -> None:
+    """The answer to a flush."""
+    message = request.message
+    assert type(message) is RRefFlushed
+    references.feed(references.owned.on_flushed, peer_of(request.caller), PeerId(message.dead), message.forks)
+    references.agent.reply(request, Ack())

@@ -1,0 +1,92 @@
+"""A reference on its way: leaves as three ids, arrives as a handle of its own.
+
+Every crossing makes a new fork, counted here before the message is sent and taken back if it never is. A reference that
+occurs several times in one message makes one.
+"""
+
+from functools import partial
+from typing import Any
+
+from telegrad.errors import RRefError, SerializationError
+from telegrad.ids import ForkId, RRefId
+from telegrad.rpc.packing import Crossing, local, unpack_from
+from telegrad.rref.handles import Handle, OwnerHandle, UserHandle
+from telegrad.rref.loan import receiver
+from telegrad.rref.outcome import Outcome
+from telegrad.rref.peers import PeerId, peer_of, show_id
+from telegrad.rref.reference import RRef
+from telegrad.rref.references import References
+from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.tensors import rebuild
+
+
+class UnsendableReference(RRefError, SerializationError):
+    """A reference that cannot be sent on: its value was never made, or is lost."""
+
+
+def reduce_reference(rref: RRef[Any]) -> tuple[Any, ...]:
+    """What a reference is reduced to while a message is packed."""
+    crossing = local.crossing
+    if crossing is None:
+        raise UnsendableReference("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+    handle = rref._handle
+    fork_id = crossing.notes.get(handle)
+    if fork_id is None:
+        fork_id = crossing.notes[handle] = _fork(handle, crossing)
+    return arrive, (handle.rref_id, fork_id, peer_of(handle.owner))
+
+
+def _fork(handle: Handle, crossing: Crossing) -> ForkId:
+    references = handle.references
+    if references.agent is not crossing.agent:
+        raise UnsendableReference(f"{handle} belongs to another agent of this process, {references.agent.info.name!r}")
+    try:
+        handle.check_usable("fork an UserRRef")
+    except RuntimeError as error:
+        raise UnsendableReference(str(error)) from error
+    child, to = ForkId(references.new_id()), peer_of(crossing.peer)
+    if isinstance(handle, OwnerHandle):
+        references.feed(references.owned.share, handle.rref_id, child, to)
+        crossing.undo.append(partial(references.feed, references.owned.take_back, handle.rref_id, child, to))
+    else:
+        references.feed(references.used.share, handle.fork_id, child, to)
+        crossing.undo.append(partial(references.feed, references.used.take_back, child))
+    return child
+
+
+def arrive(rref_id: RRefId, fork_id: ForkId, owner: PeerId) -> RRef[Any]:
+    """What a reference is rebuilt by while a message is unpacked."""
+    references = receiver()
+    if owner == references.me:
+        actions = references.decide(references.owned.receive, rref_id, fork_id)
+        counted = fork_id not in references.lost
+        value = references.value_of(rref_id) if counted else _lost(references, rref_id, fork_id)
+        handle: Handle = OwnerHandle(references, rref_id, value, counted=counted)
+    else:
+        member = references.member(owner)
+        if member is None:
+            raise references.death_of(owner, f"reference {show_id(rref_id)} to its value came too late")
+        actions = references.decide(references.used.receive, rref_id, fork_id, owner)
+        handle = UserHandle(references, rref_id, fork_id, member)
+    references.perform(actions)
+    return RRef._of(handle)
+
+
+def _lost(references: References, rref_id: RRefId, fork_id: ForkId) -> Outcome:
+    """The place of a value whose handle came home after its sender's death: it may be forgotten already."""
+    died = references.lost.pop(fork_id)
+    outcome = Outcome()
+    outcome.fail(partial(references.death_of, died, f"reference {show_id(rref_id)} came from it too late"))
+    return outcome
+
+
+def settle_late_reply(references: References, frame: Frame, sender: int) -> None:
+    """A reply came that nobody waits for. References in it were counted for this worker: receive them and let go."""
+    agent, member = references.agent, references.agent.directory.by_id(sender)
+    if frame.kind != Kind.REPLY or member is None or __name__.encode() not in bytes(frame.payload):
+        return
+
+    def receive_and_let_go() -> None:
+        unpack_from(agent, member, frame.payload, rebuild(frame.tensors, frame.buffers) if frame.tensors else [])
+
+    agent.crew.submit(receive_and_let_go)
