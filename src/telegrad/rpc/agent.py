@@ -317,7 +317,7 @@ class Agent:
             if handler is None:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             handler(request)
-        except Exception as error:
+        except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
             self.fail(request, error)
 
     def received(self, request: Request) -> list[torch.Tensor]:
