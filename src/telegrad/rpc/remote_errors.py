@@ -5,11 +5,12 @@ can be pickled, so that its attributes survive; where it cannot be rebuilt, `Rem
 """
 
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from telegrad.errors import RemoteError, SerializationError, TelegradError
+from telegrad.errors import RemoteError, TelegradError
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.wire.codec import pack, unpack
 from telegrad.wire.messages import ExceptionReply
@@ -32,13 +33,21 @@ class RemoteTraceback(Exception):
 def describe_exception(error: BaseException, here: WorkerInfo) -> tuple[Any, ...]:
     """The content of a failure reply: message, payload, tensor table and segments."""
     trace = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
-    message = ExceptionReply(here.name, type(error).__qualname__, str(error)[:_MAX_TEXT], f"On {here!r}:\n{error!r}\n{trace}")
+    text = f"On {here!r}:\n{_shown(repr, error)}\n{trace}"
+    message = ExceptionReply(here.name, type(error).__qualname__, _shown(str, error), text)
     try:
         packed = pack(error)
         tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
-    except (SerializationError, RecursionError):
+    except Exception:  # whatever it holds that cannot be sent, the reply must leave
         return message, b"", (), ()
     return message, packed.payload, tensors, segments
+
+
+def _shown(how: Callable[[object], str], error: BaseException) -> str:
+    try:
+        return how(error)[:_MAX_TEXT]
+    except Exception:
+        return f"<{type(error).__qualname__}, which cannot say its own text>"
 
 
 def rebuild_exception(message: ExceptionReply, payload: Any, tensors: list[torch.Tensor]) -> BaseException:
