@@ -50,7 +50,7 @@ def backward(
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
     service: Service = agent.extensions[Service]
     roll = Roll(service, seconds)
-    pass_ = service.begin(context, service.next_pass_id(), service.here, retain_graph, (), entries, roll)
+    pass_ = service.begin(context, retain_graph, entries, roll)
     roll.wait(pass_)
 
 

@@ -36,7 +36,7 @@ def _forget(agent: Agent, context_id: ContextId, told: tuple[WorkerId, ...]) -> 
     for worker in newcomers:
         member = agent.directory.by_id(worker)
         if member is not None and not agent.is_dead(member):
-            agent.notify(member, message)
+            agent.notify(member, message, lazy=True)
 
 
 def _others(context: Context) -> set[WorkerId]:

@@ -88,6 +88,11 @@ class LocalPass(Generic[K]):
         waiting = ", ".join(map(repr, self._unheard))
         return f"<LocalPass {state}{f', waiting for {waiting}' if waiting else ''}>"
 
+    @property
+    def size(self) -> int:
+        """How many nodes its graph has, once started."""
+        return len(self._graph)
+
     def start(self) -> None:
         """Walk the graph, and tell the Recvs that nothing reaches."""
         entries = [[edge.node for edge in edges] for edges in self._sends.values()]

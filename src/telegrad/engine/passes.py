@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("telegrad.engine")
 
+_FEW_NODES = 64  # a graph so small is done before a message about it could be sent
+_FEW_BYTES = 32 * 1024
+
 ROOT = MessageId(-1)  # the roots of `backward` are heard like a Send
 
 
@@ -38,6 +41,7 @@ class Pass:
         root: WorkerId,
         retain_graph: bool,
         known: Iterable[WorkerId],
+        roll: "Roll | None",
     ) -> None:
         self.service = service
         self.context = context
@@ -45,14 +49,17 @@ class Pass:
         self.root = root
         self.retain_graph = retain_graph
         self.known: set[WorkerId] = set(known)  # workers that have been told of this pass, as far as we know
-        self.roll: Roll | None = None  # on the root: who was asked, and who is done
+        self.roll = roll  # on the root: who was asked, and who is done
         self.error: BaseException | None = None
         self.finished = False
+        if roll is not None:
+            roll.open(self)
         self._lock = threading.Lock()
         self._local: LocalPass[MessageId] | None = None
         self._sends: dict[MessageId, SendNode] = {}
         self._early: list[tuple[MessageId, Gradients | None]] = []  # heard before the pass could start
         self._on_end: list[Callable[[Pass], None]] = []
+        self._for_root: list[tuple[MessageId, Gradients | None]] = []  # to go with the answer, if that comes soon
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.finished else "running"
@@ -64,7 +71,7 @@ class Pass:
         if self.finished:
             return []
         if local is None:
-            return ["calls still under way in this context"]
+            return ["its own start"]
         name = self.service.name_of
         return [
             f"worker {name(self._sends[key].peer)!r} (message {key})" for key in local.waiting_for if key in self._sends
@@ -73,17 +80,14 @@ class Pass:
     # --- beginning ---
 
     def begin(self, roots: list[tuple[Any, Tensor]] | None = None) -> None:
-        """Start as soon as no call of the context is under way. `roots` are edges and gradients, on the root only."""
-
-        def start() -> None:
-            self.service.guard(self, lambda: self._start(roots))
-
-        if self.context.when_quiet(start):
-            start()
+        """Start. `roots` are edges and gradients, on the root only."""
+        self.service.guard(self, lambda: self._start(roots))
 
     def _start(self, roots: list[tuple[Any, Tensor]] | None) -> None:
+        if self.finished:
+            return  # given up before it could start
         context = self.context
-        sends, recvs, orphans = context.snapshot()
+        sends, recvs, orphans, unsent = context.snapshot(self._late)
         self._sends = sends
         self.service.spread(self, {recv.peer for recv in recvs.values()} | set(orphans.values()))
         edges: dict[MessageId, Any] = {key: send.edges for key, send in sends.items()}
@@ -93,19 +97,44 @@ class Pass:
             edges,
             recvs,
             retain_graph=self.retain_graph,
-            deliver=lambda key, gradients: self.service.tell(self, recvs[key].peer, key, gradients),
+            deliver=lambda key, gradients: self._deliver(recvs[key].peer, key, gradients),
         )
         if roots is not None:
             local.hear(ROOT, [gradient for _, gradient in roots])
+        for key in unsent & sends.keys():
+            local.hear(key, None)
         local.start()
         for message_id, peer in orphans.items():
-            self.service.tell(self, peer, message_id, None)
+            self._deliver(peer, message_id, None)
         with self._lock:
             early, self._early = self._early, []
-            self._local = local
+            self._local = local  # from here on what is heard goes there
         for key, gradients in early:
             self._hear(local, key, gradients)
         self._run(local)
+
+    def _deliver(self, peer: WorkerId, key: MessageId, gradients: Gradients | None) -> None:
+        """A Recv has its gradients. They leave at once, unless they can go with the answer to the root very soon."""
+        if peer == self.root and self.roll is None and self._is_nearly_done(gradients):
+            self._for_root.append((key, gradients))
+        else:
+            self.service.tell(self, peer, key, gradients)
+
+    def _is_nearly_done(self, gradients: Gradients | None) -> bool:
+        local = self._local
+        if local is None or local.size > _FEW_NODES:
+            return False
+        return sum(gradient.nbytes for gradient in gradients or () if gradient is not None) <= _FEW_BYTES
+
+    def take_for_root(self) -> list[tuple[MessageId, Gradients | None]]:
+        """What the answer to the root should carry."""
+        with self._lock:
+            taken, self._for_root = self._for_root, []
+        return taken
+
+    def _late(self, message_id: MessageId, sender: WorkerId) -> None:
+        """A message came that is no part of this pass. Even if this worker is done, its sender may wait for it."""
+        self.service.guard(self, lambda: self.service.tell(self, sender, message_id, None))
 
     # --- hearing ---
 
@@ -119,6 +148,8 @@ class Pass:
         if gradients is not None:
             send.check(gradients)
         with self._lock:
+            if self.finished:
+                return
             local = self._local
             if local is None:
                 self._early.append((key, gradients))
@@ -127,9 +158,10 @@ class Pass:
         self.service.guard(self, lambda: self._run(local))
 
     def _hear(self, local: LocalPass[MessageId], key: MessageId, gradients: Gradients | None) -> None:
-        if key not in self._sends:
+        if key in self._sends:
+            local.hear(key, gradients)
+        elif gradients is not None:
             raise AutogradError(f"message {key} was sent after the pass had begun; its gradients were not used")
-        local.hear(key, gradients)
 
     def _run(self, local: LocalPass[MessageId]) -> None:
         local.run()
@@ -138,8 +170,17 @@ class Pass:
                 if self.finished:
                     return
                 self.finished = True
+                answers = bool(self._on_end)
             self.context.accumulate(local.gradients)
+            if not answers:
+                self._send_for_root()
             self._end()
+        else:
+            self._send_for_root()  # there is more to wait for: let the root go on meanwhile
+
+    def _send_for_root(self) -> None:
+        for key, gradients in self.take_for_root():
+            self.service.tell(self, self.root, key, gradients)
 
     # --- ending ---
 
@@ -173,5 +214,7 @@ class Pass:
             actions, self._on_end = self._on_end, []
             self._local = None  # with it every node and tensor of the pass
             self._sends = {}
+            if self.error is not None:
+                self._for_root = []
         for action in actions:
             action(self)

@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from torch import Tensor
+
 from telegrad.engine.passes import Pass
 from telegrad.engine.service import Service
-from telegrad.errors import RpcTimeout, TelegradError, WorkerDied
+from telegrad.errors import AutogradError, RpcTimeout, TelegradError, WorkerDied
 from telegrad.ids import WorkerId
 from telegrad.rpc.blocking import blocking
 from telegrad.rpc.pending import FOREVER, Slot
@@ -33,8 +35,12 @@ class Roll:
         self._waiting = False
         self._named: set[WorkerId] = set()  # participants that others told of
         self._settled = threading.Condition(self._lock)
-        self._local_waits: Callable[[], list[str]] = list
+        self._pass: Pass | None = None
         self.error: BaseException | None = None
+
+    def open(self, pass_: Pass) -> None:
+        """The pass this is the roll of; before anybody is asked."""
+        self._pass = pass_
 
     def ask(self, member: Member, message: AnyMessage, packed: Packed, what: str) -> None:
         """Send a request that is answered when `member` is done."""
@@ -62,11 +68,14 @@ class Roll:
 
     def _answered(self, member: Member, slot: Slot) -> None:
         error: BaseException | None = None
+        named: set[WorkerId] = set()
         try:
             reply = self._agent.reply_frame(slot).message
-            named = set(reply.participants) if type(reply) is PassDone else set()
+            if type(reply) is PassDone:
+                named = set(reply.participants)
+                self._hear(reply, self._agent.reply_tensors(slot))
         except BaseException as problem:
-            error, named = problem, set()
+            error = problem
         with self._settled:
             self._open -= 1
             self._named |= named
@@ -74,9 +83,18 @@ class Roll:
                 self.error = error
             self._settled.notify_all()
 
+    def _hear(self, reply: PassDone, tensors: list[Tensor]) -> None:
+        """Gradients that came with an answer, for Sends of this worker."""
+        arrived = iter(tensors)
+        if sum(sum(present) for _, present in reply.gradients) != len(tensors):
+            raise AutogradError(f"{len(tensors)} gradients came with an answer that names others: {reply.gradients}")
+        for message_id, present in reply.gradients:
+            gradients = [next(arrived) if there else None for there in present] if present else None
+            assert self._pass is not None
+            self._pass.hear(message_id, gradients)
+
     def wait(self, pass_: Pass) -> None:
         """Return when all are done; raise the error that ended the pass, or RpcTimeout."""
-        self._local_waits = pass_.waiting_for
         pass_.when_ended(self._local_end)
         with self._lock:
             self._waiting = True
@@ -129,9 +147,10 @@ class Roll:
 
     def _too_late(self) -> RpcTimeout:
         late = sorted({member.name for member, slot in self._asked if not slot.done})
+        waits = [] if self._pass is None else self._pass.waiting_for()
         return RpcTimeout(
             f"RPC ran for more than set timeout ({round(self._timeout * 1000)} ms): the backward pass is not complete. "
-            f"Workers {late or 'none'} have not finished their part; this worker waits for {self._local_waits() or 'nothing'}. "
+            f"Workers {late or 'none'} have not finished their part; this worker waits for {waits or 'nothing'}. "
             "Pass a longer `timeout` to backward if they need it"
         )
 

@@ -12,7 +12,11 @@ root did not name brings it in itself, and names it when it is done.
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("telegrad.engine")
 
+_SMALL = 32 * 1024
+
 
 class Service:
     """The engine of one agent."""
@@ -57,38 +63,39 @@ class Service:
         member = self.agent.directory.by_id(worker)
         return str(worker) if member is None else member.name
 
-    def next_pass_id(self) -> PassId:
-        """An id for a pass whose root is here."""
-        return PassId(next(self._pass_ids))
-
     # --- passes ---
 
     def begin(
+        self, context: Context, retain_graph: bool, roots: list[tuple[GradientEdge, Tensor]], roll: "Roll"
+    ) -> Pass:
+        """A new pass whose root is here."""
+        pass_, _ = self._enter(context, PassId(next(self._pass_ids)), self.here, retain_graph, (), roll)
+        pass_.begin(roots)
+        return pass_
+
+    def _enter(
         self,
         context: Context,
         pass_id: PassId,
         root: WorkerId,
         retain_graph: bool,
         known: Iterable[WorkerId],
-        roots: list[Any] | None = None,
-        roll: "Roll | None" = None,
-    ) -> Pass:
-        """The pass of that id, begun now if this is the first word of it here. `roots` and `roll` are the root's."""
+        roll: "Roll | None",
+    ) -> tuple[Pass, bool]:
+        """The pass of that id, and whether this is the first word of it here."""
         with self._lock:
             latest = self._passes.get(context.context_id)
             if latest is not None and latest.pass_id == pass_id:
-                return latest
+                return latest, False
             if latest is not None and not latest.finished:
                 raise AutogradError(
                     f"worker {self.agent.info.name!r} is still in another backward pass of context {context.context_id} "
                     f"({latest}); passes over one context run one after the other"
                 )
             context.check_usable()
-            begun = self._passes[context.context_id] = Pass(self, context, pass_id, root, retain_graph, known)
-            begun.roll = roll
-        context.waiting_for = begun.waiting_for
-        begun.begin(roots)
-        return begun
+            entered = self._passes[context.context_id] = Pass(self, context, pass_id, root, retain_graph, known, roll)
+        context.waiting_for = entered.waiting_for
+        return entered, True
 
     def guard(self, pass_: Pass, action: Callable[[], None]) -> None:
         """Do something in a pass; an error of it ends the pass, here and, through the root, everywhere."""
@@ -134,7 +141,7 @@ class Service:
             tuple(pass_.known),
             present,
         )
-        tensors = [] if gradients is None else [gradient.detach() for gradient in gradients if gradient is not None]
+        tensors = [] if gradients is None else [_to_send(gradient) for gradient in gradients if gradient is not None]
         self._request(pass_, worker, message, Packed(b"", tensors))
 
     def _request(self, pass_: Pass, worker: WorkerId, message: AnyMessage, packed: Packed) -> None:
@@ -167,10 +174,9 @@ class Service:
         assert type(message) is BeginPass
         context = self.registry.get(message.context_id)
         if context is None:
-            self.agent.reply(request, PassDone(()))  # no call of that context ever arrived here: nothing to do
+            self.agent.reply(request, PassDone((), ()))  # no call of that context ever arrived here: nothing to do
             return
-        pass_ = self.begin(context, message.pass_id, message.root, message.retain_graph, message.participants)
-        self._answer(request, pass_, message.root)
+        self._take_part(request, context, message)
 
     def serve_gradients(self, request: Request) -> None:
         """The handler of `PropagateGradients`."""
@@ -185,23 +191,38 @@ class Service:
             )
         arrived = iter(tensors)
         gradients = [next(arrived) if there else None for there in message.present] if message.present else None
-        pass_ = self.begin(context, message.pass_id, message.root, message.retain_graph, message.participants)
-        pass_.hear(message.metadata.message_id, gradients)
-        self._answer(request, pass_, message.root)
+        pass_ = self._take_part(request, context, message)
+        if request.caller.worker_id == message.root:
+            # The root has its answer when the pass ends: an error must end it rather than be a second answer.
+            self.guard(pass_, lambda: pass_.hear(message.metadata.message_id, gradients))
+        else:
+            pass_.hear(message.metadata.message_id, gradients)
+            self.agent.reply(request, PropagateGradientsReply(), lazy=True)
 
-    def _answer(self, request: Request, pass_: Pass, root: WorkerId) -> None:
-        """The root is answered when this worker is done, anyone else at once."""
-        if request.caller.worker_id != root:
-            self.agent.reply(request, PropagateGradientsReply())
+    def _take_part(self, request: Request, context: Context, message: BeginPass | PropagateGradients) -> Pass:
+        """The pass a message is about, begun if need be. The root is answered when this worker's part is over."""
+        pass_, is_new = self._enter(
+            context, message.pass_id, message.root, message.retain_graph, message.participants, None
+        )
+        if request.caller.worker_id == message.root:
+            pass_.when_ended(lambda ended: self._answer_root(request, ended))
+        elif type(message) is BeginPass:
+            self.agent.reply(request, PropagateGradientsReply(), lazy=True)
+        if is_new:
+            pass_.begin()
+        return pass_
+
+    def _answer_root(self, request: Request, ended: Pass) -> None:
+        if ended.error is not None:
+            self.agent.fail(request, ended.error)
             return
-
-        def done(ended: Pass) -> None:
-            if ended.error is not None:
-                self.agent.fail(request, ended.error)
-            else:
-                self.agent.reply(request, PassDone(tuple(ended.context.participants | ended.known)))
-
-        pass_.when_ended(done)
+        tensors: list[Tensor] = []
+        carried = []
+        for message_id, gradients in ended.take_for_root():
+            carried.append((message_id, tuple([gradient is not None for gradient in gradients or ()])))
+            tensors += [_to_send(gradient) for gradient in gradients or () if gradient is not None]
+        participants = ended.context.participants | ended.known
+        self.agent.reply(request, PassDone(tuple(participants), tuple(carried)), Packed(b"", tensors))
 
     def serve_abort(self, request: Request) -> None:
         """The handler of `AbortPass`."""
@@ -230,3 +251,11 @@ class Service:
                     pass_ = self._passes.get(context.context_id)
                 if pass_ is not None:
                     pass_.fail(WorkerDied(text, worker=member.name, incarnation=member.incarnation))
+
+
+def _to_send(gradient: Tensor) -> Tensor:
+    """A gradient as it is cheapest to send: a small one in the plainest form; a large expanded one stays expanded."""
+    gradient = gradient.detach()
+    if gradient.nbytes <= _SMALL and gradient.layout is torch.strided:
+        return gradient.contiguous()
+    return gradient

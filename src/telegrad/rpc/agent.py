@@ -21,7 +21,7 @@ from telegrad.rpc.health import Health
 from telegrad.rpc.keeper import Keeper
 from telegrad.rpc.link import Link
 from telegrad.rpc.options import RpcBackendOptions
-from telegrad.rpc.packing import unpack_from
+from telegrad.rpc.packing import take_back, unpack_from
 from telegrad.rpc.pending import FOREVER, Slot
 from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
 from telegrad.rpc.rendezvous import MeetingPlace
@@ -41,19 +41,20 @@ Handler = Callable[[Request], None]
 
 
 class OnReply(Protocol):
-    """What a layer above does about the reply of a call it wrapped. Called or closed, once."""
+    """What a layer above does about the reply of a call it wrapped. Called once, or never if the call fails."""
 
     def __call__(self, message: AnyMessage, tensors: list[torch.Tensor]) -> tuple[AnyMessage, list[torch.Tensor]]:
         """The reply came: the inner reply, and the tensors to unpack it with."""
 
-    def close(self) -> None:
-        """No reply will come."""
+    def unsent(self) -> None:
+        """The call did not leave this worker."""
 
 
 # Sees a call going out, with its tensors; returns the wrapped call and what to do with the reply, or None.
 CallHook = Callable[[WorkerId, AnyMessage, list[torch.Tensor]], tuple[AnyMessage, OnReply] | None]
 
 _NOTHING = Packed(b"", [])
+_FLUSH_SECONDS = 0.005
 
 
 class Agent:
@@ -97,6 +98,7 @@ class Agent:
         self._link_numbers = 0
         self._sessions: dict[tuple[int, int, int], Session] = {}
         self._dead: dict[int, WorkerDied] = {}  # by incarnation
+        self._to_flush: dict[Connection, None] = {}
         self._acceptor = Acceptor(listeners, secret, options, self.crew, self.keeper, self._admit, self._admitted)
 
     def __repr__(self) -> str:
@@ -245,9 +247,24 @@ class Agent:
         self.link(member).wait(slot)
         return self.reply_frame(slot).message
 
-    def notify(self, member: Member, message: AnyMessage) -> None:
-        """A notice, which has no reply."""
-        self.link(member).notify(message)
+    def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
+        """A notice, which has no reply. A lazy one goes with the next message to that worker, or a few ms later."""
+        self.link(member).notify(message, lazy)
+
+    def flush_soon(self, connection: Connection) -> None:
+        """Write what a connection holds back, if nothing else does within a few milliseconds."""
+        if connection in self._to_flush:
+            return
+        self._to_flush[connection] = None
+        self.keeper.at(time.monotonic() + _FLUSH_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        while self._to_flush:
+            connection, _ = self._to_flush.popitem()
+            try:
+                connection.flush(deadline=time.monotonic())
+            except (OSError, ValueError):
+                log.debug("a connection closed before its notices were written")
 
     def reply_frame(self, slot: Slot) -> Frame:
         """The frame of a slot that is done; raises what went wrong."""
@@ -262,14 +279,14 @@ class Agent:
             raise rebuild_exception(frame.message, frame.payload, tensors)
         return frame
 
+    def reply_tensors(self, slot: Slot) -> list[torch.Tensor]:
+        """The tensors that came with a reply."""
+        frame, slot.frame = slot.frame, None  # their memory belongs to them alone
+        return rebuild(frame.tensors, frame.buffers) if frame is not None and frame.tensors else []
+
     def value(self, slot: Slot, member: Member, on_reply: OnReply | None = None) -> Any:
         """The value that `member` sent as the reply of a call."""
-        try:
-            frame = self.reply_frame(slot)
-        except BaseException:
-            if on_reply is not None:
-                on_reply.close()
-            raise
+        frame = self.reply_frame(slot)
         slot.frame = None  # the memory of its tensors belongs to them alone
         tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
         if on_reply is not None:
@@ -329,8 +346,8 @@ class Agent:
         frame.data = None
         return tensors if request.on_tensors is None else request.on_tensors(tensors)
 
-    def reply(self, request: Request, message: AnyMessage, packed: Packed = _NOTHING) -> None:
-        """Answer a request."""
+    def reply(self, request: Request, message: AnyMessage, packed: Packed = _NOTHING, *, lazy: bool = False) -> None:
+        """Answer a request; lazily if nobody waits for the answer."""
         if request.frame.kind == Kind.NOTICE:
             return
         try:
@@ -340,9 +357,12 @@ class Agent:
             if tensors and any(t.device for t in tensors):
                 tensors = self._map_devices_back(request.caller, tensors)
         except Exception as error:
+            take_back(packed)
             self.fail(request, error)
             return
-        request.session.reply(Kind.REPLY, request.frame.request_id, message, packed.payload, tensors, segments)
+        request.session.reply(
+            Kind.REPLY, request.frame.request_id, message, packed.payload, tensors, segments, lazy=lazy
+        )
 
     def _map_devices_back(self, caller: Member, tensors: Sequence[Any]) -> list[Any]:
         return self._map_devices(caller, tensors)
@@ -402,6 +422,14 @@ class Agent:
     def said_goodbye(self, member: Member) -> None:
         """A worker left on purpose."""
         self.lost(member, f"worker {member.name!r} has shut down", departed=True)
+
+    def caller_said_goodbye(self, member: Member) -> None:
+        """A worker that calls this one left on purpose. What it answered before comes over the link, and comes first."""
+        link = self._links.get(member.worker_id)
+        if link is not None and link.connected and link.member.incarnation == member.incarnation:
+            link.look_out()
+        else:
+            self.said_goodbye(member)
 
     def lost(self, member: Member, why: str, departed: bool = False) -> None:
         """A worker is gone: everything that waits on it ends now."""

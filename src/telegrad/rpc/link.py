@@ -142,10 +142,13 @@ class Link:
         """Have the crew look for replies, unless a thread reads already."""
         self._arm()
 
-    def notify(self, message: AnyMessage) -> None:
-        """Send a notice: it has no reply, and a dead worker does not need it."""
+    def notify(self, message: AnyMessage, lazy: bool = False) -> None:
+        """Send a notice: it has no reply, and a dead worker does not need it. A lazy one goes with the next message."""
         try:
-            self.connection().send(Kind.NOTICE, 0, self.pending.lowest(0), message)
+            connection = self.connection()
+            connection.send(Kind.NOTICE, 0, self.pending.lowest(0), message, hold=lazy)
+            if lazy:
+                self.agent.flush_soon(connection)
         except (OSError, TelegradError):
             log.debug("a notice to %s was not delivered: %s", self.member.name, message)
 

@@ -43,6 +43,7 @@ class Session:
         self._running: dict[int, type] = {}  # what is being served, by request id
         self._replies: dict[int, tuple[Any, ...]] = {}  # sent, but not yet known to have arrived
         self._acked = 0
+        self._holds = False  # whether a reply waits for those of the requests behind it
         self._spinner = Spinner()
 
     def __repr__(self) -> str:
@@ -96,8 +97,10 @@ class Session:
                         return  # another thread went on while this one was busy
             try:
                 frames = connection.receive()
-                if frames == [] and connection.flush() is None and self._spinner.wait(connection.stream.readable):
-                    continue
+                if not frames and frames is not None:
+                    self._flush(connection)
+                    if self._spinner.wait(connection.stream.readable):
+                        continue
             except (OSError, ValueError):
                 frames = None
             except ProtocolError as error:
@@ -121,7 +124,7 @@ class Session:
         if connection is None:
             return
         try:
-            connection.flush()
+            self._flush(connection)
         except (OSError, ValueError):
             log.debug("replies to %s wait for its next connection", self.member.name)
         if self._inbox:
@@ -154,7 +157,7 @@ class Session:
             if type(frame.message) is Ping:
                 self._send(Kind.NOTICE, 0, Ping())
             elif type(frame.message) is Goodbye:
-                self.agent.said_goodbye(self.member)
+                self.agent.caller_said_goodbye(self.member)
             elif type(frame.message) is not Ack:  # an Ack has said all by its header
                 self.agent.serve(Request(self, frame))
             return
@@ -174,13 +177,15 @@ class Session:
 
     # --- replying ---
 
-    def reply(self, kind: Kind, request_id: int, *content: Any) -> None:
-        """Answer a request. If the connection is lost, the caller asks again and is answered from memory."""
+    def reply(self, kind: Kind, request_id: int, *content: Any, lazy: bool = False) -> None:
+        """Answer a request. If the connection is lost, the caller asks again and is answered from memory.
+
+        A lazy answer, one that nobody is waiting for, goes with the next one."""
         # Remembered before it is sent: the acknowledgement may come first. What goes over the socket in one piece is
         # kept as bytes, so that no tensor outlives its reply; a large reply is acknowledged at once by the caller.
         self._replies[request_id] = (kind, request_id, *content)
         self._running.pop(request_id, None)
-        encoded = self._send(kind, request_id, *content)
+        encoded = self._send(kind, request_id, *content, lazy=lazy)
         if encoded is not None and request_id in self._replies:
             self._replies[request_id] = (encoded,)
 
@@ -192,16 +197,28 @@ class Session:
         payload: bytes = b"",
         tensors: Sequence[Any] = (),
         segments: Sequence[Any] = (),
+        lazy: bool = False,
     ) -> bytes | None:
         connection = self.connection
         if connection is None:
             return None
         hold = bool(self._inbox) and local.turn is not None and local.turn is self._turn
+        if hold:
+            self._holds = True
+        elif lazy:
+            self.agent.flush_soon(connection)
+            hold = True
         try:
             return connection.send(kind, request_id, 0, message, payload, tensors, segments, hold=hold)
         except (OSError, ValueError):
             log.debug("a reply to %s waits for its next connection", self.member.name)
             return None
+
+    def _flush(self, connection: Connection) -> None:
+        """Write the replies that waited for others; lazy ones have their own time."""
+        if self._holds:
+            self._holds = False
+            connection.flush()
 
     def _send_again(self, content: tuple[Any, ...]) -> None:
         connection = self.connection

@@ -180,9 +180,12 @@ class PropagateGradientsReply(Message, frozen=True, tag=28):
 
 
 class PassDone(Message, frozen=True, tag=24):
-    """I have heard all my Sends and run all my regions; `participants` are the workers I know of in this context."""
+    """I have heard all my Sends and run all my regions; `participants` are the workers I know of in this context.
+    `gradients` for Sends of the root that had not left by then come along: the message of each, and which of its
+    gradients are in the tensor table."""
 
     participants: tuple[WorkerId, ...]
+    gradients: tuple[tuple[MessageId, tuple[bool, ...]], ...]
 
 
 class AbortPass(Message, frozen=True, tag=25):
