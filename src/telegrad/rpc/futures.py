@@ -5,6 +5,7 @@ the reply itself and no other thread has to wake up for it.
 """
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
@@ -72,11 +73,11 @@ class Future(torch.futures.Future[T]):
 
         def unwrap(error: BaseException) -> None:
             failure.seen = True
-            raise error
+            raise _without_traceback(error)
 
         torch._C.Future._set_unwrap_func(self, unwrap)
         self.help = None
-        torch._C.Future.set_result(self, result)
+        torch._C.Future.set_result(self, _without_traceback(result))
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
@@ -102,6 +103,20 @@ class Future(torch.futures.Future[T]):
                 torch._C.Future.wait(self)
             except BaseException as error:
                 log.warning("%s failed, and its future went away without anyone asking: %s", self.what, error)
+
+
+def _without_traceback(error: BaseException) -> BaseException:
+    """A copy to raise or to keep. A traceback holds frames, these hold the future, and the future holds the error in C++,
+    where the garbage collector does not look: kept as it is, the error would keep every tensor of those frames."""
+    try:
+        fresh = copy.copy(error)
+        if type(fresh) is not type(error):
+            return error
+    except Exception:  # it does not like to be rebuilt
+        return error
+    fresh.__cause__ = error.__cause__
+    fresh.__suppress_context__ = error.__suppress_context__
+    return fresh
 
 
 class _Failure:
