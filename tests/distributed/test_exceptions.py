@@ -1,0 +1,288 @@
+"""Exceptions on their way home: own type, attributes, the worker's name, both stacks; and futures that fail unseen."""
+
+import logging
+import sys
+import threading
+import traceback
+
+import pytest
+import torch
+
+from telegrad import rpc
+from telegrad.errors import RemoteError, SerializationError, TelegradError
+from tests.cluster import Cluster
+
+
+class Told(Exception):
+    """Rebuilt from its own arguments, with attributes beside them."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+        self.code = code
+        self.reason = reason
+
+
+class Closed(Exception):
+    """Cannot be pickled: it holds a lock."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class Stubborn(Exception):
+    """Pickles, but does not like to be rebuilt."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("not even its text can be had")
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def fail_closed() -> None:
+    raise Closed("cannot travel")
+
+
+def fail_stubborn() -> None:
+    raise Stubborn(1, 2)
+
+
+def fail_mute() -> None:
+    raise Mute
+
+
+def fail_with_a_cause() -> None:
+    try:
+        raise KeyError("the first")
+    except KeyError as first:
+        raise ValueError("the second") from first
+
+
+def fail_told() -> None:
+    raise Told(7, "seven")
+
+
+def fail_with_tensor() -> None:
+    raise Told(7, torch.ones(2))  # type: ignore[arg-type]
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def relay(to: str) -> None:
+    rpc.rpc_sync(to, fail_told)
+
+
+def unsendable() -> threading.Lock:
+    return threading.Lock()
+
+
+async def fail_later() -> None:
+    raise Told(8, "eight")
+
+
+def local_line(to: str) -> None:
+    rpc.rpc_sync(to, fail_with_a_cause)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, OSError, ZeroDivisionError, AttributeError, RuntimeError])
+def test_builtin_types(pair: Cluster, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        rpc.rpc_sync("worker1", fail, (kind("what happened"),))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "what happened" in shown
+    assert "worker1" in shown
+    assert "in fail" in shown  # the remote line
+    assert "in test_builtin_types" in shown  # the local one
+
+
+def test_the_text_names_the_worker_and_holds_the_remote_traceback(pair: Cluster) -> None:
+    with pytest.raises(ValueError, match=r"(?s)the second.*worker1.*KeyError: 'the first'.*fail_with_a_cause"):
+        rpc.rpc_sync("worker1", fail_with_a_cause)
+
+
+def test_causes_chain_and_the_local_line_is_visible(pair: Cluster) -> None:
+    with pytest.raises(ValueError, match="second") as caught:
+        local_line("worker1")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "the first" in shown
+    assert "in local_line" in shown
+    assert caught.value.__cause__ is not None
+
+
+def test_own_types_keep_their_attributes(pair: Cluster) -> None:
+    for call in (
+        lambda: rpc.rpc_sync("worker1", fail_told),
+        lambda: rpc.rpc_async("worker1", fail_told).wait(),
+        lambda: rpc.rpc_async("worker1", fail_told).value(),
+    ):
+        future_may_need = rpc.rpc_async("worker1", int)
+        future_may_need.wait()
+        try:
+            call()
+        except Told as error:
+            assert (error.code, error.reason, error.args) == (7, "seven", (7, "seven"))
+            assert "worker1" in "".join(traceback.format_exception(error))
+        except RuntimeError as error:
+            assert "not completed" in str(error) or "completed" in str(error)  # value() before the reply came
+        else:
+            pytest.fail("nothing was raised")
+
+
+def test_tensors_in_exceptions(pair: Cluster) -> None:
+    with pytest.raises(Told) as caught:
+        rpc.rpc_sync("worker1", fail_with_tensor)
+    assert torch.equal(caught.value.reason, torch.ones(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("func", "name"),
+    [(fail_closed, "Closed"), (fail_stubborn, "Stubborn"), (leave, "SystemExit"), (interrupt, "KeyboardInterrupt")],
+)
+def test_what_cannot_be_rebuilt_is_a_remote_error(pair: Cluster, func: object, name: str) -> None:
+    with pytest.raises(RemoteError, match=rf"(?s){name}.*worker1.*in {func.__name__}"):  # type: ignore[attr-defined]
+        rpc.rpc_sync("worker1", func)  # type: ignore[arg-type]
+    assert rpc.rpc_sync("worker1", int) == 0
+
+
+def test_an_exception_without_a_text(pair: Cluster) -> None:
+    with pytest.raises((Mute, RemoteError)):
+        rpc.rpc_sync("worker1", fail_mute, timeout=5)
+
+
+def test_local_exception_classes(pair: Cluster) -> None:
+    class Local(Exception):
+        pass
+
+    def fail_local() -> None:
+        raise Local("here")
+
+    with pytest.raises((Local, RemoteError), match="here"):
+        rpc.rpc_sync("worker1", fail_local)
+
+
+def test_results_that_cannot_be_sent(pair: Cluster) -> None:
+    with pytest.raises(SerializationError, match=r"(?s)lock.*worker1"):
+        rpc.rpc_sync("worker1", unsendable)
+
+
+def test_through_two_workers(pair: Cluster) -> None:
+    with pytest.raises(Told) as caught:
+        rpc.rpc_sync("worker1", relay, ("worker0",))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "in relay" in shown
+    assert "in fail_told" in shown
+
+
+def test_from_coroutines(pair: Cluster) -> None:
+    with pytest.raises(Told) as caught:
+        rpc.rpc_sync("worker1", fail_later)
+    assert caught.value.code == 8
+
+
+def test_errors_of_telegrad_keep_their_type(pair: Cluster) -> None:
+    with pytest.raises(TelegradError, match="nobody"):
+        rpc.rpc_sync("worker1", relay, ("nobody",))
+
+
+# --- futures ---
+
+
+def test_then_and_callbacks(pair: Cluster) -> None:
+    future = rpc.rpc_async("worker1", torch.add, (torch.ones(2), 1))
+    assert isinstance(future, torch.futures.Future)
+    assert torch.equal(future.then(lambda f: f.wait() * 2).then(lambda f: f.value() + 1).wait(), torch.full((2,), 5.0))
+    seen = threading.Event()
+    future.add_done_callback(lambda f: seen.set() if f.done() else None)
+    assert seen.wait(5)
+    failed = rpc.rpc_async("worker1", fail_told)
+    with pytest.raises(RuntimeError, match="seven"):
+        failed.then(lambda f: f.wait()).wait()
+    assert failed.then(lambda f: "handled").wait() == "handled"
+
+
+def test_wait_all_and_collect_all(pair: Cluster) -> None:
+    futures = [rpc.rpc_async("worker1", pow, (i, 2)) for i in range(20)]
+    assert torch.futures.wait_all(futures) == [i * i for i in range(20)]
+    collected = torch.futures.collect_all([rpc.rpc_async("worker1", pow, (i, 2)) for i in range(20)]).wait()
+    assert [f.wait() for f in collected] == [i * i for i in range(20)]
+    with pytest.raises(Told):
+        torch.futures.wait_all([rpc.rpc_async("worker1", int), rpc.rpc_async("worker1", fail_told)])
+
+
+def test_await_from_asyncio(pair: Cluster) -> None:
+    import asyncio
+
+    async def work() -> list[int]:
+        ones = await asyncio.gather(*(_one(i) for i in range(20)))
+        with pytest.raises(Told):
+            await rpc.rpc_async("worker1", fail_told)
+        return ones
+
+    async def _one(i: int) -> int:
+        return await rpc.rpc_async("worker1", pow, (i, 2))
+
+    assert asyncio.run(work()) == [i * i for i in range(20)]
+
+
+def test_a_failure_nobody_looks_at_is_logged(pair: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "telegrad"):
+        future = rpc.rpc_async("worker1", fail_told)
+        rpc.rpc_sync("worker1", int)  # replies come in order: the failure is here
+        while not future.done():
+            pass
+        del future
+    assert any("fail_told" in r.getMessage() and "seven" in r.getMessage() for r in caplog.records)
+
+
+def test_a_failure_somebody_looked_at_is_not(pair: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "telegrad"):
+        future = rpc.rpc_async("worker1", fail_told)
+        with pytest.raises(Told):
+            future.wait()
+        chained = rpc.rpc_async("worker1", fail_told).then(lambda f: None)
+        chained.wait()
+        with pytest.raises(Told):
+            torch.futures.wait_all([rpc.rpc_async("worker1", fail_told)])
+        del future, chained
+    assert not caplog.records
+
+
+def test_a_result_can_be_set_by_a_user(pair: Cluster) -> None:
+    future: rpc.Future[int] = rpc.Future()
+    child = future.then(lambda f: f.wait() + 1)
+    future.set_result(1)
+    assert child.wait() == 2
+
+
+def test_a_failed_future_keeps_nothing_alive(pair: Cluster) -> None:
+    freed = threading.Event()
+
+    class Held:
+        def __del__(self) -> None:
+            freed.set()
+
+    def step() -> None:
+        held = Held()
+        future = rpc.rpc_async("worker1", fail_told)
+        with pytest.raises(Told):
+            future.wait()
+        del held
+
+    step()
+    import gc
+
+    gc.collect()
+    assert freed.is_set()
