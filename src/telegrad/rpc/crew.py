@@ -177,7 +177,7 @@ class Crew:
         os.eventfd_write(self._bell, 1)
         here = threading.current_thread()
         for thread in threads:
-            if thread is not here:
+            if thread is not here and thread.ident is not None:  # one just hired, not yet started, ends by itself
                 thread.join(timeout if self._idle else 0.05)
         self._handlers.clear()
         self._epoll.close()
