@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 _LEASH = str(Path(__file__).with_name("leash.py"))
 _LAST_LINES = 20
@@ -23,7 +23,10 @@ _TAIL = 1.0  # seconds to wait for the last output; a process it started may kee
 
 
 class Supervised:
-    """One process. Its stdin is empty, and it is in a process group of its own, so Ctrl-C reaches its owner alone."""
+    """One process. Its stdin is empty, and it is in a process group of its own, so Ctrl-C reaches its owner alone.
+
+    `on_end` is called with it when it has ended, from another thread.
+    """
 
     def __init__(
         self,
@@ -33,11 +36,13 @@ class Supervised:
         *,
         pass_fds: Sequence[int] = (),
         show: bool = True,
+        on_end: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.dismissed = False  # whether its end is expected
         self._show = show
+        self._on_end = on_end
         # The kernel ties a leash to the thread that starts the process; only the main thread is sure to stay.
         leashed = threading.current_thread() is threading.main_thread()
         leash = [sys.executable, "-I", "-S", _LEASH, str(os.getpid())] if leashed else []
@@ -113,6 +118,7 @@ class Supervised:
             for pump in self._pumps:  # its own last words first
                 pump.join(_TAIL)
             say(self.name, describe_status(status), "stderr")
+        self._on_end(self)
 
 
 def say(name: str, line: str, stream: str) -> None:

@@ -1,0 +1,6 @@
+"""For a user's own tests: a cluster as a fixture, and a check of a distributed program against one process."""
+
+from telegrad.testing.fixtures import cluster
+from telegrad.testing.gradients import check_distributed_grads
+
+__all__ = ["check_distributed_grads", "cluster"]
