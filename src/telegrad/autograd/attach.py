@@ -55,8 +55,7 @@ def record_call(
     context.check_usable()
     metadata = _record_send(registry, context, to, tensors)
     context.participants.add(to)
-    context.call_begins()
-    return RpcWithAutograd(metadata, message), _Replied(context, to)
+    return RpcWithAutograd(metadata, message), _Recorded(context, to, metadata.message_id)
 
 
 class _WithoutGrad:
@@ -65,7 +64,7 @@ class _WithoutGrad:
     def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
         return message, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
-    def close(self) -> None:
+    def unsent(self) -> None:
         """Nothing was recorded."""
 
 
@@ -91,29 +90,28 @@ def _record_recv(context: Context, sender: WorkerId, message_id: MessageId, tens
     return tensors
 
 
-class _Replied:
-    """What happens when the reply of a recorded call comes, or fails to come; exactly one of both."""
+class _Recorded:
+    """A recorded call on its way: what its reply adds to the context, and what is to be done if it cannot be sent."""
 
-    __slots__ = ("_context", "_open", "_to")
+    __slots__ = ("_context", "_message_id", "_to")
 
-    def __init__(self, context: Context, to: WorkerId) -> None:
+    def __init__(self, context: Context, to: WorkerId, message_id: MessageId) -> None:
         self._context = context
         self._to = to
-        self._open = True
+        self._message_id = message_id
 
     def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
         if type(message) is not RpcWithAutogradReply:
             raise ProtocolError(f"worker {self._to} answered a call of context {self._context.context_id} with {message}")
+        message_id = message.metadata.message_id
         self._context.touch(message.participants)
-        attached = _record_recv(self._context, self._to, message.metadata.message_id, tensors)
-        self.close()
-        return message.reply, attached
+        if any(tensor.requires_grad for tensor in tensors):
+            self._context.arrived(message_id, self._to)
+        return message.reply, _record_recv(self._context, self._to, message_id, tensors)
 
-    def close(self) -> None:
-        """The call is over, with or without a reply."""
-        if self._open:
-            self._open = False
-            self._context.call_ends()
+    def unsent(self) -> None:
+        """The call did not leave: nobody will ever return gradients for its tensors."""
+        self._context.unsent.add(self._message_id)
 
 
 def serve_recorded(agent: Agent, request: Request) -> None:
@@ -126,6 +124,9 @@ def serve_recorded(agent: Agent, request: Request) -> None:
     caller = request.caller.worker_id
     context.participants.add(caller)
     message_id = message.metadata.message_id
+    if _has_gradients(request.frame):
+        # Before anything else can fail: its Send must hear from here, with or without a Recv.
+        context.arrived(message_id, caller)
 
     def on_reply(reply: AnyMessage, tensors: list[Tensor]) -> AnyMessage:
         if context.ended:
@@ -144,9 +145,14 @@ def serve_recorded(agent: Agent, request: Request) -> None:
 def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
     """A reply came after its caller had given up: its tensors are lost, and their Send must hear so in a pass."""
     message = frame.message
-    if type(message) is not RpcWithAutogradReply or not any(spec.flags & Flag.REQUIRES_GRAD for spec in frame.tensors):
+    if type(message) is not RpcWithAutogradReply or not _has_gradients(frame):
         return
     context = registry.get(message.metadata.context_id)
     if context is not None:
         context.touch(message.participants)
-        context.orphans[message.metadata.message_id] = sender
+        context.arrived(message.metadata.message_id, sender)
+
+
+def _has_gradients(frame: Frame) -> bool:
+    """Whether a message has tensors that require grad, so that there is a Send that waits to hear."""
+    return any(spec.flags & Flag.REQUIRES_GRAD for spec in frame.tensors)

@@ -6,12 +6,25 @@ context reaches has one under the same id; the worker that opened it tells them 
 
 import threading
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from telegrad.autograd.functions import RecvNode, SendNode
 from telegrad.errors import AutogradError, ContextFailed
 from telegrad.ids import ContextId, MessageId, WorkerId, worker_of
+
+
+Late = Callable[[MessageId, WorkerId], None]
+
+
+class Snapshot(NamedTuple):
+    """The nodes of a context at one moment."""
+
+    sends: dict[MessageId, SendNode]
+    recvs: dict[MessageId, RecvNode]
+    orphans: dict[MessageId, WorkerId]
+    unsent: set[MessageId]
 
 
 class Context:
@@ -23,8 +36,10 @@ class Context:
         self.strict = strict
         self.sends: dict[MessageId, SendNode] = {}
         self.recvs: dict[MessageId, RecvNode] = {}
-        # Messages whose tensors came too late for their caller: nobody can use them, but their Sends must hear so.
+        # Messages whose tensors nobody here can use: their Recv is still to be made, or never will be, since the call
+        # failed or its caller had given up. Their Sends must hear so.
         self.orphans: dict[MessageId, WorkerId] = {}
+        self.unsent: set[MessageId] = set()  # Sends whose message never left: they hear from nobody
         self.participants: set[WorkerId] = set()
         self.gradients: dict[Tensor, Tensor] = {}
         self.failure: str | None = None
@@ -32,8 +47,7 @@ class Context:
         # What a running pass waits for, in words; set by the engine.
         self.waiting_for: Callable[[], list[str]] | None = None
         self._lock = threading.Lock()
-        self._in_flight = 0
-        self._when_quiet: list[Callable[[], None]] = []
+        self._late: Late | None = None
 
     def __repr__(self) -> str:
         waits = self.waiting_for() if self.waiting_for is not None else []
@@ -56,48 +70,39 @@ class Context:
     # --- what calls record ---
 
     def add_send(self, send: SendNode) -> None:
-        """Tensors left with a message."""
+        """Tensors leave with a message."""
         with self._lock:
-            self.sends[send.message_id] = send
+            if not self.ended:
+                self.sends[send.message_id] = send
+
+    def arrived(self, message_id: MessageId, sender: WorkerId) -> None:
+        """A message came with tensors that require grad; a Recv may follow.
+
+        After the beginning of a pass nothing new can be part of it, since what it starts from was there before. But the
+        sender may have counted this message in, so it hears now that no gradient will come.
+        """
+        with self._lock:
+            self.orphans[message_id] = sender
+            late = self._late
+        if late is not None:
+            late(message_id, sender)
 
     def add_recv(self, recv: RecvNode) -> None:
-        """Tensors came with a message."""
+        """The tensors of a message that arrived are now part of the graph here."""
         with self._lock:
-            self.recvs[recv.message_id] = recv
+            if not self.ended:
+                self.orphans.pop(recv.message_id, None)
+                self.recvs[recv.message_id] = recv
 
     def touch(self, workers: Iterable[WorkerId]) -> None:
         """Workers that have a part in this context."""
         self.participants.update(workers)
 
-    def snapshot(self) -> tuple[dict[MessageId, SendNode], dict[MessageId, RecvNode], dict[MessageId, WorkerId]]:
-        """Sends, Recvs and orphans as they are now: what a pass works with."""
+    def snapshot(self, late: Late) -> Snapshot:
+        """What a pass works with that begins now. `late` hears of every message that arrives from now on."""
         with self._lock:
-            return dict(self.sends), dict(self.recvs), dict(self.orphans)
-
-    # --- calls under way ---
-
-    def call_begins(self) -> None:
-        """A call left; its reply may still add a Recv."""
-        with self._lock:
-            self._in_flight += 1
-
-    def call_ends(self) -> None:
-        """Its reply came, or never will."""
-        ready: list[Callable[[], None]] = []
-        with self._lock:
-            self._in_flight -= 1
-            if not self._in_flight:
-                ready, self._when_quiet = self._when_quiet, []
-        for action in ready:
-            action()
-
-    def when_quiet(self, action: Callable[[], None]) -> bool:
-        """Have `action` called when no call is under way; True, without calling it, if that is now."""
-        with self._lock:
-            if not self._in_flight:
-                return True
-            self._when_quiet.append(action)
-            return False
+            self._late = late
+            return Snapshot(dict(self.sends), dict(self.recvs), dict(self.orphans), set(self.unsent))
 
     # --- what passes leave ---
 
@@ -106,7 +111,7 @@ class Context:
         with self._lock:
             for leaf, gradient in gradients.items():
                 known = self.gradients.get(leaf)
-                self.gradients[leaf] = gradient if known is None else known + gradient
+                self.gradients[leaf] = gradient if known is None else add_gradients(known, gradient)
 
     def clear(self) -> None:
         """Let go of every tensor and node."""
@@ -117,3 +122,9 @@ class Context:
             self.orphans.clear()
             self.gradients = {}
             self.waiting_for = None
+            self._late = None
+
+
+def add_gradients(one: Tensor, other: Tensor) -> Tensor:
+    """Their sum. torch adds a sparse tensor to a dense one, and not the other way round."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other

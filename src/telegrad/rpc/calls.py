@@ -110,19 +110,14 @@ def start_request(
     except BaseException:
         take_back(packed)
         if on_reply is not None:
-            on_reply.close()
+            on_reply.unsent()
         raise
     return slot, on_reply
 
 
 def wait_for_value(agent: Agent, member: Member, slot: Slot, on_reply: OnReply | None) -> Any:
     """Wait in person for the reply of a request; its value."""
-    try:
-        agent.link(member).wait(slot)
-    except BaseException:
-        if on_reply is not None:
-            on_reply.close()
-        raise
+    agent.link(member).wait(slot)
     return agent.value(slot, member, on_reply)
 
 
