@@ -3,6 +3,7 @@
 from telegrad.autograd.attach import install as install_autograd
 from telegrad.engine.backward import backward, backward_async
 from telegrad.engine.cleanup import end_context, serve_cleanup
+from telegrad.engine.rref_backward import install as install_rref_backward
 from telegrad.engine.service import Service
 from telegrad.rpc.agent import Agent
 from telegrad.wire.messages import AbortPass, BeginPass, CleanupAutogradContext, PropagateGradients
@@ -20,3 +21,4 @@ def install(agent: Agent) -> None:
     agent.handlers[AbortPass] = service.serve_abort
     agent.handlers[CleanupAutogradContext] = lambda request: serve_cleanup(agent, request)
     agent.on_death.append(service.lost)
+    install_rref_backward(agent)
