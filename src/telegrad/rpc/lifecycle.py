@@ -74,9 +74,7 @@ def start_worker(
     with _lock:
         if current_agent() is not None:
             raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
-        agent = _start(name, rank, world_size, options, store)
-        set_current_agent(agent)
-        return agent
+        return _start(name, rank, world_size, options, store)
 
 
 def _from_environment(init_method: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
@@ -111,9 +109,11 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
         agent.start()
         for layer in _LAYERS:
             importlib.import_module(layer).install(agent)
+        set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
         agent.health.start_heartbeat()
     except BaseException:
+        set_current_agent(None)
         _leave(agent)
         agent.close(farewell=False)
         raise
