@@ -24,14 +24,23 @@ def before_shutdown(references: References) -> None:
     release_handles(references)
     if references.watch(lambda: not references.used and not named(references), _PATIENCE):
         return
-    shown = "; ".join(_describe(references, leak) for leak in named(references)[:_MOST_SHOWN])
-    report = (
-        f"Leaking RRef: worker {references.agent.info.name!r} shuts down with {len(named(references))} values that others "
+    report = leak_report(references)
+    if report and not references.ignore_leaks:
+        raise RRefError(report)
+    if report:
+        log.warning("%s", report)
+
+
+def leak_report(references: References) -> str:
+    """What is left of references, in words; empty if nothing is."""
+    values = named(references)
+    if not values and not references.used:
+        return ""
+    shown = "; ".join(_describe(references, leak) for leak in values[:_MOST_SHOWN])
+    return (
+        f"Leaking RRef: worker {references.agent.info.name!r} shuts down with {len(values)} values that others "
         f"still name ({shown}) and {len(references.used)} handles whose owners have not answered"
     )
-    if not references.ignore_leaks:
-        raise RRefError(report)
-    log.warning("%s", report)
 
 
 def release_handles(references: References) -> None:

@@ -57,10 +57,11 @@ class OwnerHandle:
 
     def fetch(self, timeout: float) -> Any:
         """The value itself."""
+        self.check_usable("to_here()")
         agent = self._references.agent
         timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
         if not self.value.wait(timeout or None):
-            self.check_usable("to_here()")
+            self.check_usable("to_here() on it")
             raise RpcTimeout(
                 f"RPC ran for more than set timeout ({round(timeout * 1000)} ms): the value of {self} is still being "
                 f"made on this worker, {agent.info.name!r}"
@@ -98,7 +99,7 @@ class UserHandle:
         if references.closed:
             raise RRefError(
                 f"{self} has been deleted by the shutdown of worker {references.agent.info.name!r}. "
-                f"Cannot call {use} on it after deletion."
+                f"Cannot call {use} after deletion."
             )
         if self.creation is not None:
             self.creation.check()
@@ -113,7 +114,7 @@ class UserHandle:
 
     def fetch(self, timeout: float) -> Any:
         """A copy of the value, asked of its owner."""
-        self.check_usable("to_here()")
+        self.check_usable("to_here() on it")
         agent = self._references.agent
         timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
         slot, on_reply = start_request(

@@ -60,7 +60,7 @@ def type_of(rref: "RRef[Any]", timeout: float) -> Future[type]:
         return _rref_typeof_on_owner(handle.value)
     if handle.type is not None:
         return handle.type
-    handle.check_usable("_get_type()")
+    handle.check_usable("_get_type() on it")
     future: Future[type] = Future(what=f"the type of {rref}")
     _start(rref, _rref_typeof_on_owner, (), timeout, future)
     handle.type = future
@@ -79,7 +79,7 @@ def _forget_failure(handle: Any, future: Any) -> None:
 def _start(rref: "RRef[Any]", invoke: Method, args: tuple[Any, ...], timeout: float, future: Future[Any] | None) -> Any:
     """Call `invoke` on the owner, with the value before `args`."""
     handle = rref._handle
-    handle.check_usable("a method")
+    handle.check_usable("a method on it")
     agent, owner, complete = handle.references.agent, handle.owner, None
     if future is not None:
         # The handle is kept until the call is done: the owner counts on it.

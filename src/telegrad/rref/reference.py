@@ -80,7 +80,7 @@ class RRef(Generic[T]):
                 f"For {text}, can't call localValue() on user {handle.references.agent.info}. "
                 f"Call it on owner {self.owner()}"
             )
-        handle.check_usable("local_value()")
+        handle.check_usable("local_value() on it")
         handle.value.wait()
         return cast(T, handle.value.get())
 

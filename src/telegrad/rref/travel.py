@@ -26,24 +26,28 @@ class UnsendableReference(RRefError, SerializationError):
 
 def reduce_reference(rref: RRef[Any]) -> tuple[Any, ...]:
     """What a reference is reduced to while a message is packed."""
-    crossing = local.crossing
+    crossing, handle = local.crossing, rref._handle
     if crossing is None:
+        _check_sendable(handle)
         raise UnsendableReference("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
-    handle = rref._handle
     fork_id = crossing.notes.get(handle)
     if fork_id is None:
         fork_id = crossing.notes[handle] = _fork(handle, crossing)
     return arrive, (handle.rref_id, fork_id, peer_of(handle.owner))
 
 
-def _fork(handle: Handle, crossing: Crossing) -> ForkId:
-    references = handle.references
-    if references.agent is not crossing.agent:
-        raise UnsendableReference(f"{handle} belongs to another agent of this process, {references.agent.info.name!r}")
+def _check_sendable(handle: Handle) -> None:
     try:
         handle.check_usable("fork an UserRRef")
     except RuntimeError as error:
         raise UnsendableReference(str(error)) from error
+
+
+def _fork(handle: Handle, crossing: Crossing) -> ForkId:
+    references = handle.references
+    if references.agent is not crossing.agent:
+        raise UnsendableReference(f"{handle} belongs to another agent of this process, {references.agent.info.name!r}")
+    _check_sendable(handle)
     child, to = ForkId(references.new_id()), peer_of(crossing.peer)
     if isinstance(handle, OwnerHandle):
         references.feed(references.owned.share, handle.rref_id, child, to)
