@@ -48,7 +48,9 @@ class context:  # noqa: N801 - the name torch's users write
         self._token = current.set(self._context)
         return self._context.context_id
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._context is not None
         current.reset(self._token)
         reg = registry_or_none()

@@ -81,7 +81,9 @@ def _record_recv(context: Context, sender: WorkerId, message_id: MessageId, tens
     positions = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     if not positions:
         return tensors
-    plain = [tensors[i].detach() if type(tensors[i]) is not Tensor else tensors[i].requires_grad_(False) for i in positions]
+    plain = [
+        tensors[i].detach() if type(tensors[i]) is not Tensor else tensors[i].requires_grad_(False) for i in positions
+    ]
     attached, recv = attach_recv(plain, message_id, sender)
     context.add_recv(recv)
     tensors = list(tensors)
@@ -102,7 +104,9 @@ class _Recorded:
 
     def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
         if type(message) is not RpcWithAutogradReply:
-            raise ProtocolError(f"worker {self._to} answered a call of context {self._context.context_id} with {message}")
+            raise ProtocolError(
+                f"worker {self._to} answered a call of context {self._context.context_id} with {message}"
+            )
         message_id = message.metadata.message_id
         self._context.touch(message.participants)
         if any(tensor.requires_grad for tensor in tensors):

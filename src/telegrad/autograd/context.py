@@ -14,7 +14,6 @@ from telegrad.autograd.functions import RecvNode, SendNode
 from telegrad.errors import AutogradError, ContextFailed
 from telegrad.ids import ContextId, MessageId, WorkerId, worker_of
 
-
 Late = Callable[[MessageId, WorkerId], None]
 
 

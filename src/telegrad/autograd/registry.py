@@ -110,5 +110,3 @@ def registry_of(agent: Agent) -> Registry:
 def registry() -> Registry:
     """The registry of this process's agent."""
     return registry_of(require_agent())
-
-

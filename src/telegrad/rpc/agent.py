@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad.errors import AuthenticationError, NotInitialized, ProtocolError, TelegradError, UnknownWorker, WorkerDied
+from telegrad.errors import AuthenticationError, NotInitialized, ProtocolError, UnknownWorker, WorkerDied
 from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.crew import Crew
 from telegrad.rpc.dialling import Acceptor, dial, main_fingerprint
@@ -169,7 +169,9 @@ class Agent:
         if link is not None and link.member.incarnation == member.incarnation:
             return link
         if self.closing:
-            raise NotInitialized(f"worker {self.info.name!r} is shutting down; nothing can be asked of {member.name!r} now")
+            raise NotInitialized(
+                f"worker {self.info.name!r} is shutting down; nothing can be asked of {member.name!r} now"
+            )
         with self._lock:
             link = self._links.get(member.worker_id)
             if link is None or link.member.incarnation != member.incarnation:
@@ -493,5 +495,3 @@ class Agent:
         self.crew.close()
         self._links.clear()
         self._sessions.clear()
-
-

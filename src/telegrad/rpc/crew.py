@@ -15,6 +15,7 @@ from collections.abc import Callable
 log = logging.getLogger("telegrad.rpc")
 
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
+_END_ONLY = select.EPOLLRDHUP  # not armed: nothing but the end of the stream
 _IDLE_SECONDS = 10.0
 _KEEP_IDLE = 2
 
@@ -47,7 +48,7 @@ class Crew:
     def watch(self, fd: int, handler: Callable[[], None], *, armed: bool) -> None:
         """Call `handler` in a crew thread when `fd` is readable, once for each time it is armed."""
         self._handlers[fd] = handler
-        self._epoll.register(fd, _ONCE if armed else 0)
+        self._epoll.register(fd, _ONCE if armed else _END_ONLY)
 
     def arm(self, fd: int) -> None:
         """Wait for the next event of `fd`."""
@@ -57,9 +58,9 @@ class Crew:
             pass  # closed meanwhile: whoever closed it has dealt with its end
 
     def disarm(self, fd: int) -> None:
-        """A thread is reading `fd` itself."""
+        """A thread is reading `fd` itself, or nothing is expected: call the handler for the end of the stream only."""
         try:
-            self._epoll.modify(fd, 0)
+            self._epoll.modify(fd, _END_ONLY)
         except (FileNotFoundError, ValueError, OSError):
             pass
 

@@ -123,7 +123,9 @@ class Health:
             except WorkerDied as error:
                 refused = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
                 if refused or time.monotonic() >= deadline:
-                    agent.lost(link.member, f"worker {link.member.name!r} ended: its connection closed and {error.__cause__}")
+                    agent.lost(
+                        link.member, f"worker {link.member.name!r} ended: its connection closed and {error.__cause__}"
+                    )
                 else:
                     time.sleep(_REDIAL_SECONDS)
             except TelegradError as error:

@@ -33,9 +33,7 @@ Result = Callable[[Any], None]
 Failure = Callable[[BaseException], None]
 
 
-def pack_call(
-    agent: Agent, link: Link, func: Any, args: Any, kwargs: Any
-) -> tuple[int, bytes, bytes, Packed]:
+def pack_call(agent: Agent, link: Link, func: Any, args: Any, kwargs: Any) -> tuple[int, bytes, bytes, Packed]:
     """A call to be sent: number of the function, its definition if needed now, if sent again, and the arguments."""
     args = tuple(args) if args else ()
     if isinstance(func, _BY_NAME):
@@ -44,7 +42,12 @@ def pack_call(
             known = _define(link, func)
             if known is not None:
                 number, definition = known
-                return number, definition, definition, pack_for(agent, link.member, (args, kwargs or {}), link.main_by_value)
+                return (
+                    number,
+                    definition,
+                    definition,
+                    pack_for(agent, link.member, (args, kwargs or {}), link.main_by_value),
+                )
         else:
             return known[0], b"", known[1], pack_for(agent, link.member, (args, kwargs or {}), link.main_by_value)
     packed = pack_for(agent, link.member, (_sendable(func), args, kwargs or {}), link.main_by_value)
@@ -77,7 +80,9 @@ class ScriptedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = torch.jit._state._python_cu.find_function(self.name)  # type: ignore[no-untyped-call]
         if function is None:
-            raise AttributeError(f"this worker has not compiled the TorchScript function {self.name!r}: import its module")
+            raise AttributeError(
+                f"this worker has not compiled the TorchScript function {self.name!r}: import its module"
+            )
         return function(*args, **kwargs)
 
 

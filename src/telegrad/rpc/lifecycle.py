@@ -31,6 +31,7 @@ log = logging.getLogger("telegrad.rpc")
 
 _LOOPBACK = "127.0.0.1"
 _LOOK_SECONDS = 0.001
+_ASK_SECONDS = 1.0
 
 # The layers above, each with an `install(agent)` that puts its handlers and hooks on an agent. By name: this layer
 # imports none of them.
@@ -67,9 +68,7 @@ def init_rpc(
     start_worker(name, rank, world_size, options)
 
 
-def start_worker(
-    name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any = None
-) -> Agent:
+def start_worker(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any = None) -> Agent:
     """Start the agent of this process; the workers meet in `store`, or where the options say."""
     with _lock:
         if current_agent() is not None:
@@ -112,9 +111,10 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
         agent.health.start_heartbeat()
-    except BaseException:
+    except BaseException as error:
         set_current_agent(None)
-        _leave(agent)
+        if not isinstance(error, _NameClash):  # the other one must find this record to see the clash, too
+            _leave(agent)
         agent.close(farewell=False)
         raise
     return agent
@@ -123,25 +123,27 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
 def _generation(place: MeetingPlace, worker_id: int) -> int:
     generation = place.next_generation(worker_id)
     if generation > MAX_GENERATION:
-        raise RendezvousError(f"worker id {worker_id} was started {generation} times in this job: start it under another id")
+        raise RendezvousError(
+            f"worker id {worker_id} was started {generation} times in this job: start it under another id"
+        )
     return generation
 
 
 def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | None) -> None:
-    before = place.news()
-    _check_clash(agent, before, member, world_size)
-    agent.learn([m for m in before if m.worker_id != member.worker_id])
-    place.publish(member)
-
     def take(members: list[Member]) -> None:
         _check_clash(agent, members, member, world_size)
-        agent.learn(members)
+        agent.learn([m for m in members if m.worker_id != member.worker_id])
 
+    place.publish(member)  # before looking for clashes, so that both sides of one see it
+    take(place.news())
     if world_size is None:
-        take(place.news())
         return
     wait_for_ranks(
-        place, take, lambda: {int(m.worker_id) for m in agent.directory.members()}, world_size, agent.options.rendezvous_timeout
+        place,
+        take,
+        lambda: {int(m.worker_id) for m in agent.directory.members()},
+        world_size,
+        agent.options.rendezvous_timeout,
     )
 
 
@@ -158,10 +160,14 @@ def _check_clash(agent: Agent, members: list[Member], mine: Member, world_size: 
     for member in present.values():
         other = names.setdefault(member.name, member)
         if other is not member and (world_size is not None or _answers(agent, other if member is mine else member)):
-            raise RendezvousError(
+            raise _NameClash(
                 f"RPC worker name {member.name!r} is not unique: workers {other.worker_id} and {member.worker_id} both use "
                 "it. Give each worker a name of its own"
             )
+
+
+class _NameClash(RendezvousError):
+    """Two workers of one name."""
 
 
 def _answers(agent: Agent, member: Member) -> bool:
@@ -187,9 +193,15 @@ def _register(agent: Agent) -> None:
     def serve_barrier(request: Request) -> None:
         message = request.message
         assert type(message) is Barrier
+        if not message.worker:  # no arrival, but the question who is missing
+            agent.reply(request, BarrierReply(0, tuple(agent.missing_at(message.key))))
+            return
         with book_lock:
             book.arrive(
-                message.key, message.worker, message.activity, lambda total: agent.reply(request, BarrierReply(total, ()))
+                message.key,
+                message.worker,
+                message.activity,
+                lambda total: agent.reply(request, BarrierReply(total, ())),
             )
         settle()
 
@@ -198,7 +210,9 @@ def _register(agent: Agent) -> None:
 
     agent.handlers[Barrier] = serve_barrier
     agent.on_death.append(forget_dead)
-    agent.missing_at = lambda key: book.missing(key, (m.name for m in agent.directory.members() if not agent.is_dead(m)))
+    agent.missing_at = lambda key: book.missing(
+        key, (m.name for m in agent.directory.members() if not agent.is_dead(m))
+    )
 
 
 def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
@@ -209,12 +223,27 @@ def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
         left = 0.0 if deadline == float("inf") else max(deadline - time.monotonic(), 1e-3)
         try:
             reply = agent.ask(
-                keeper, Barrier(key, agent.info.name, activity), timeout=left, what=lambda: f"reaching the barrier {key!r}"
+                keeper,
+                Barrier(key, agent.info.name, activity),
+                timeout=left,
+                what=lambda: f"reaching the barrier {key!r}",
             )
         except WorkerDied:
+            agent.lost(keeper, f"worker {keeper.name!r} ended while others waited at a barrier")
             continue  # the next worker keeps the book
         assert type(reply) is BarrierReply
         return reply.activity
+
+
+def _missing(agent: Agent, key: str) -> str:
+    """Who has not reached a barrier, in words."""
+    keeper = min((m for m in agent.directory.members() if not agent.is_dead(m)), key=lambda m: m.worker_id)
+    try:
+        reply = agent.ask(keeper, Barrier(key, "", 0), timeout=_ASK_SECONDS, what=lambda: f"who is missing at {key!r}")
+    except TelegradError:
+        return f"perhaps {keeper.name}, which does not answer"
+    assert type(reply) is BarrierReply
+    return ", ".join(reply.missing)
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -252,10 +281,10 @@ def wait_for_all(agent: Agent, timeout: float, leaving: bool = True) -> None:
         try:
             total = barrier(agent, f"shutdown/{generation}", activity, deadline)
         except TimeoutError as error:
-            alive = ", ".join(m.name for m in agent.directory.members() if not agent.is_dead(m) and m is not agent.member)
+            missing = _missing(agent, f"shutdown/{generation}")
             raise ShutdownError(
-                f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s: not every worker has called shutdown. "
-                f"Still running: {alive}"
+                f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s: not every worker has called shutdown, "
+                f"or is done with its work. Missing: {missing}"
             ) from error
         if generation == 0:
             for prepare in agent.before_shutdown if leaving else ():

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import ProtocolError, RpcTimeout, TelegradError, WorkerDied
@@ -125,9 +125,7 @@ class Link:
         self.sent += 1
         deadline = None if slot.deadline == FOREVER else slot.deadline
         try:
-            connection.send(
-                Kind.REQUEST, slot.request_id, ack, message, payload, tensors, segments, deadline=deadline
-            )
+            connection.send(Kind.REQUEST, slot.request_id, ack, message, payload, tensors, segments, deadline=deadline)
         except TimeoutError:
             self.pending.take(slot.request_id)
             raise self.timeout_error(slot) from None
@@ -229,9 +227,12 @@ class Link:
                     continue
             self._receive(connection, by_crew=False)
 
-    def _stop_reading(self) -> None:
+    def _stop_reading(self, woken: bool = False) -> None:
         with self._lock:
             self._pass_on()
+            if woken and self._state == IDLE and self._connection is not None:
+                # The event that woke the crew is spent: have the kernel tell of the worker's end again.
+                self.agent.crew.disarm(self._connection.stream.fileno())
 
     def _pass_on(self) -> None:
         """Under the lock: let one who waits read, or the crew if others wait for futures only."""
@@ -252,10 +253,10 @@ class Link:
                 self.agent.crew.arm(self._connection.stream.fileno())
 
     def _readable(self) -> None:
-        """The crew: the kernel says that a reply came."""
+        """The crew: the kernel says that a reply came, or that the worker ended while nothing was expected of it."""
         with self._lock:
             connection = self._connection
-            if self._state != ARMED or connection is None:
+            if self._state == READING or connection is None:
                 return
             self._state = READING
         try:
@@ -263,7 +264,7 @@ class Link:
             while self.pending and self._spinner.wait(connection.stream.readable) and not connection.closed:
                 self._receive(connection, by_crew=True)
         finally:
-            self._stop_reading()
+            self._stop_reading(woken=True)
 
     # --- receiving ---
 
@@ -403,5 +404,3 @@ class Link:
     def close(self) -> None:
         """End the link from this side; what still waits is told so."""
         self.fail(WorkerDied(f"this worker has shut down; nothing more can be asked of {self.member.name!r}."))
-
-

@@ -15,7 +15,20 @@ FOREVER = float("inf")
 class Slot:
     """One request on its way: what it was, until when it may take, and how its caller learns of the end."""
 
-    __slots__ = ("attended", "complete", "deadline", "done", "error", "frame", "future", "request_id", "resend", "timeout", "wake", "what")
+    __slots__ = (
+        "attended",
+        "complete",
+        "deadline",
+        "done",
+        "error",
+        "frame",
+        "future",
+        "request_id",
+        "resend",
+        "timeout",
+        "wake",
+        "what",
+    )
 
     def __init__(self, what: Callable[[], str], timeout: float, deadline: float) -> None:
         self.what = what  # says in words what was asked; called for errors only

@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import urlparse
 
 import msgspec
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from telegrad.errors import RendezvousError
 from telegrad.rpc.workers import Member
@@ -33,7 +34,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     limit = timedelta(seconds=max(timeout, 1e-3))
     try:
         if world_size:
-            store, _, _ = next(iter(dist.rendezvous(init_method, rank=rank, world_size=world_size, timeout=limit)))
+            store, _, _ = next(iter(rendezvous(init_method, rank=rank, world_size=world_size, timeout=limit)))
         else:
             store = _open_shared_store(init_method, rank, limit)
     except (ValueError, TypeError) as error:
@@ -51,7 +52,7 @@ def _open_shared_store(init_method: str, rank: int, limit: timedelta) -> Any:
     """A store for a job whose size nobody knows: whoever comes first opens it."""
     url = urlparse(init_method)
     if url.scheme == "file":
-        return dist.FileStore(url.path, -1)
+        return FileStore(url.path, -1)
     if url.scheme == "env":
         try:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -63,8 +64,8 @@ def _open_shared_store(init_method: str, rank: int, limit: timedelta) -> Any:
         raise ValueError("it must be env://, tcp://host:port or file:///path")
     if rank <= 0:
         with contextlib.suppress(RuntimeError):  # somebody else opened it first
-            return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
 class MeetingPlace:
@@ -72,7 +73,7 @@ class MeetingPlace:
 
     def __init__(self, store: Any, prefix: str) -> None:
         self.store = store
-        self._store = dist.PrefixStore(f"telegrad/{prefix}", store)
+        self._store = PrefixStore(f"telegrad/{prefix}", store)
         self._lock = threading.Lock()
         self._read = 0
 
@@ -92,7 +93,7 @@ class MeetingPlace:
     def publish(self, member: Member) -> None:
         """Append a record."""
         index = int(self._store.add("records", 1)) - 1
-        self._store.set(f"record/{index}", _encode(member))
+        self._store.set(f"record/{index}", _encode(member))  # type: ignore[arg-type]  # bytes are fine, the stub is not
 
     def news(self) -> list[Member]:
         """The records appended since the last time."""
@@ -117,7 +118,11 @@ class MeetingPlace:
 
 
 def wait_for_ranks(
-    place: MeetingPlace, take: Callable[[list[Member]], None], present: Callable[[], set[int]], world_size: int, seconds: float
+    place: MeetingPlace,
+    take: Callable[[list[Member]], None],
+    present: Callable[[], set[int]],
+    world_size: int,
+    seconds: float,
 ) -> None:
     """Read records until all ranks are there. RendezvousError names those that are missing at the deadline."""
     deadline = time.monotonic() + seconds

@@ -1,0 +1,1 @@
+"""Streams between two workers, and the memory that tensors travel in."""

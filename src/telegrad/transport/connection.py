@@ -136,7 +136,8 @@ class Connection:
                 return [encode_prefix(kind, request_id, ack, message, tensors, table, len(payload)), payload]
         small = total < _JOIN_UP_TO
         alignment = _SMALL_ALIGNMENT if small else 64
-        table, data, offset = [], [], 0
+        table, offset = [], 0
+        data: list[bytes | memoryview] = []
         for segment in segments:
             start = align(offset, alignment)
             if start > offset:

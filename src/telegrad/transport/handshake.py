@@ -6,8 +6,8 @@
     proof_d hello                  ------>
                                    <------    welcome, or a refusal in words
 
-A proof is an HMAC of both nonces under the job's secret, so a recorded one is worthless. Until it is verified a listener
-reads fixed sizes only and allocates nothing for the stranger. No I/O here: bytes in, bytes out.
+A proof is an HMAC of both nonces under the job's secret, so a recorded one is worthless. Until it is verified a
+listener reads fixed sizes only and allocates nothing for the stranger. No I/O here: bytes in, bytes out.
 """
 
 import hashlib
@@ -144,7 +144,8 @@ class ListenerHandshake:
             proof = _proof(self._secret, b"listener", self._nonce_d, self._nonce_l)
             return _OPENING.pack(MAGIC, PROTOCOL, self._nonce_l) + proof
         if self._state == "proof":
-            if not hmac.compare_digest(raw[:PROOF_BYTES], _proof(self._secret, b"dialler", self._nonce_d, self._nonce_l)):
+            expected = _proof(self._secret, b"dialler", self._nonce_d, self._nonce_l)
+            if not hmac.compare_digest(raw[:PROOF_BYTES], expected):
                 raise AuthenticationError("it does not know this job's secret")
             _, self._hello_bytes = _LENGTH.unpack(raw[PROOF_BYTES:])
             if not 0 < self._hello_bytes <= MAX_HELLO:

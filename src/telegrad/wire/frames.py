@@ -61,9 +61,22 @@ class Frame:
     """One received message. `data` holds the inline segments; `buffers` is one writable buffer per segment, once the
     connection has found them. Whoever aliases a buffer keeps its memory alive."""
 
-    __slots__ = ("ack", "buffers", "data", "data_offset", "kind", "message", "payload", "request_id", "segments", "tensors")
+    __slots__ = (
+        "ack",
+        "buffers",
+        "data",
+        "data_offset",
+        "kind",
+        "message",
+        "payload",
+        "request_id",
+        "segments",
+        "tensors",
+    )
 
-    def __init__(self, kind: int, request_id: int, ack: int, head: Head, payload: Any, data: Any, data_offset: int) -> None:
+    def __init__(
+        self, kind: int, request_id: int, ack: int, head: Head, payload: Any, data: Any, data_offset: int
+    ) -> None:
         self.kind = kind
         self.request_id = request_id
         self.ack = ack

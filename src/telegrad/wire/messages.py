@@ -239,7 +239,8 @@ class Ping(Message, frozen=True, tag=40):
 
 
 class Barrier(Message, frozen=True, tag=41):
-    """I have reached the barrier `key`; the reply comes when all have. `activity` counts what I ever sent and served."""
+    """I have reached the barrier `key`; the reply comes when all have. `activity` counts what I ever sent and
+    served."""
 
     key: str
     worker: str
