@@ -166,7 +166,7 @@ class Link:
     # --- waiting ---
 
     def wait(self, slot: Slot) -> None:
-        """Return when `slot` is done; raises RpcTimeout at its deadline."""
+        """Return when `slot` is done; raises RpcTimeout at its deadline, unless `slot.complete` takes the error."""
         while not slot.done:
             with self._lock:
                 if self._state == READING:
@@ -196,6 +196,10 @@ class Link:
                 with self._lock:
                     if self._state == IDLE:  # the reading may have been passed to this thread as it woke by itself
                         self._pass_on()
+                if slot.complete is not None:  # its future says so, now and whenever it is asked again
+                    slot.error = self.timeout_error(slot)
+                    slot.complete(slot)
+                    return
                 raise self.timeout_error(slot)
 
     def _sleep_until_woken(self, slot: Slot) -> None:
@@ -324,8 +328,8 @@ class Link:
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
         return RpcTimeout(
-            f"RPC ran for more than set timeout ({round(slot.timeout * 1000)} ms) and will now be marked with an error: "
-            f"{slot.what()} did not return; worker {self.member.name!r} may still be running it. "
+            f"RPC ran for more than set timeout ({round(slot.timeout * 1000)} ms) and will now be marked with an "
+            f"error: {slot.what()} did not return; worker {self.member.name!r} may still be running it. "
             "Pass a longer `timeout` if that is expected"
         )
 
