@@ -161,7 +161,7 @@ def _check_clash(agent: Agent, members: list[Member], mine: Member, world_size: 
         other = names.setdefault(member.name, member)
         if other is not member and (world_size is not None or _answers(agent, other if member is mine else member)):
             raise _NameClash(
-                f"RPC worker name {member.name!r} is not unique: workers {other.worker_id} and {member.worker_id} both use "
+                f"RPC worker name {member.name!r} is not unique: workers {other.worker_id} and {member.worker_id} both "
                 "it. Give each worker a name of its own"
             )
 
@@ -283,7 +283,7 @@ def wait_for_all(agent: Agent, timeout: float, leaving: bool = True) -> None:
         except TimeoutError as error:
             missing = _missing(agent, f"shutdown/{generation}")
             raise ShutdownError(
-                f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s: not every worker has called shutdown, "
+                f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s: not every worker has called it, "
                 f"or is done with its work. Missing: {missing}"
             ) from error
         if generation == 0:
@@ -294,7 +294,7 @@ def wait_for_all(agent: Agent, timeout: float, leaving: bool = True) -> None:
         previous = total
         generation += 1
     if leaving:
-        # Whoever comes back to this meeting place must find that all have left it, also those that were slower to leave.
+        # Whoever comes back to this meeting place must find that all have left it, also those slower to leave.
         _leave(agent)
         barrier(agent, "shutdown/left", 0, deadline)
 
@@ -310,14 +310,15 @@ def _leave(agent: Agent) -> None:
 
 
 def _drain(agent: Agent, deadline: float, timeout: float) -> None:
-    """Wait until nothing this worker asked or serves is under way (barriers of others do not count: they wait for us)."""
+    """Wait until nothing this worker asked or serves is under way. Barriers do not count: they wait for us."""
     while True:
         waiting = agent.under_way()
         if not waiting:
             return
         if time.monotonic() >= deadline:
             raise ShutdownError(
-                f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s; still under way: {', '.join(waiting[:10])}"
+                f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s; still under way: "
+                f"{', '.join(waiting[:10])}"
             )
         time.sleep(_LOOK_SECONDS)
 
