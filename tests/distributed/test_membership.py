@@ -1,0 +1,412 @@
+"""How jobs begin and end: meeting places, clashes, missing workers, leaving and coming back, deaths."""
+
+import operator
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telegrad import rpc
+from telegrad.errors import (
+    AlreadyInitialized,
+    NotInitialized,
+    RendezvousError,
+    ShutdownError,
+    UnknownWorker,
+    WorkerDied,
+)
+from tests.cluster import cluster, end, join, process
+
+# --- what runs on the workers ---
+
+
+def who() -> str:
+    return rpc.get_worker_info().name
+
+
+def hang() -> None:
+    threading.Event().wait(60)
+
+
+def vanish() -> None:
+    os._exit(1)
+
+
+def shut_down_soon(graceful: bool) -> None:
+    threading.Timer(0.05, lambda: rpc.shutdown(graceful=graceful)).start()
+
+
+def join_and_shut_down(name: str, rank: int, size: int, meeting: str, options: dict[str, Any], times: int) -> None:
+    for _ in range(times):
+        join(name, rank, size, meeting, options)
+        assert rpc.rpc_sync((rank + 1) % size, operator.add, (1, 2)) == 3
+        rpc.shutdown()
+
+
+def serve_until_told(name: str, rank: int, size: int | None, meeting: str) -> None:
+    """A worker of an open job; leaves when its event is set by a call."""
+    join(name, rank, size, meeting, {})
+    _told.wait(50)
+    rpc.shutdown()
+
+
+def serve_forever(name: str, rank: int, size: int, meeting: str) -> None:
+    """A worker that never calls shutdown."""
+    join(name, rank, size, meeting, {})
+    threading.Event().wait(60)
+
+
+_told = threading.Event()
+
+
+def leave() -> None:
+    _told.set()
+
+
+@contextmanager
+def processes() -> Iterator[list[Any]]:
+    """Processes that a test starts; ended with it."""
+    started: list[Any] = []
+    try:
+        yield started
+    finally:
+        end(started, patience=0)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/meeting"
+
+
+# --- beginning ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_jobs_of_all_sizes(size: int) -> None:
+    with cluster(size) as job:
+        assert [rpc.rpc_sync(name, who) for name in job.names] == job.names
+        around = rpc.rpc_sync(1, rpc.rpc_sync, (size - 1, rpc.rpc_sync, (0, who)))
+        assert around == "worker0"
+
+
+def test_nothing_works_before_the_beginning() -> None:
+    for call in (
+        lambda: rpc.rpc_sync("a", who),
+        lambda: rpc.rpc_async("a", who),
+        rpc.get_worker_info,
+        rpc.shutdown,
+        rpc.get_rpc_timeout,
+    ):
+        with pytest.raises(NotInitialized, match="init_rpc"):
+            call()
+
+
+def test_missing_ranks_are_named(meeting: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RendezvousError, match=r"\[1, 3\].*did not come"), processes() as started:
+        started.append(process(serve_forever, "worker2", 2, 4, meeting))
+        join("worker0", 0, 4, meeting, {"rendezvous_timeout": 1.5})
+    assert time.monotonic() - start < 10
+    with pytest.raises(NotInitialized):
+        rpc.get_worker_info()
+
+
+def test_a_failed_rendezvous_can_be_tried_again(meeting: str) -> None:
+    with pytest.raises(RendezvousError):
+        join("worker0", 0, 2, meeting, {"rendezvous_timeout": 0.1})
+    with processes() as started:
+        started.append(process(join_and_shut_down, "worker1", 1, 2, meeting, {}, 1))
+        join_and_shut_down("worker0", 0, 2, meeting, {}, 1)
+        started[0].join(10)
+        assert started[0].exitcode == 0
+
+
+def test_two_workers_of_one_name(meeting: str) -> None:
+    with processes() as started:
+        started.append(process(serve_forever, "twin", 1, 2, meeting))
+        with pytest.raises(RendezvousError, match=r"'twin' is not unique.*0.*1|'twin' is not unique.*1.*0"):
+            join("twin", 0, 2, meeting, {"rendezvous_timeout": 5})
+
+
+@pytest.mark.parametrize("rank", [-2, 2, 5])
+def test_a_rank_out_of_range(meeting: str, rank: int) -> None:
+    with pytest.raises(ValueError, match=r"rank.*0\.\.1"):
+        join("worker", rank, 2, meeting, {})
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 200, "ä"])
+def test_a_bad_name(meeting: str, name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        join(name, 0, 1, meeting, {})
+
+
+@pytest.mark.parametrize("method", ["nonsense", "tcp://", "ftp://host:1", "file://"])
+def test_a_bad_meeting_place(method: str) -> None:
+    with pytest.raises((RendezvousError, ValueError)):
+        join("worker0", 0, 1, method, {"rendezvous_timeout": 1})
+
+
+def test_nobody_at_the_meeting_place() -> None:
+    with pytest.raises(RendezvousError, match="rank 0"):
+        join("worker1", 1, 2, f"tcp://127.0.0.1:{free_port()}", {"rendezvous_timeout": 0.5})
+
+
+def test_a_second_beginning(meeting: str) -> None:
+    join("alone", 0, 1, meeting, {})
+    try:
+        with pytest.raises(AlreadyInitialized, match="shutdown"):
+            join("alone", 0, 1, meeting, {})
+        assert rpc.rpc_sync("alone", who) == "alone"
+    finally:
+        rpc.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["file", "tcp", "env"])
+def test_again_and_again(meeting: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    if way == "env":
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+    place = {"file": meeting, "tcp": f"tcp://127.0.0.1:{port}", "env": "env://"}[way]
+    with processes() as started:
+        started.append(process(_with_environment, dict(os.environ), "worker1", 1, 2, place, {}, 5))
+        join_and_shut_down("worker0", 0, 2, place, {}, 5)
+        started[0].join(20)
+        assert started[0].exitcode == 0
+
+
+def _with_environment(environment: dict[str, str], *args: Any) -> None:
+    os.environ.update(environment)
+    join_and_shut_down(*args)
+
+
+def test_rank_and_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(key, str(value))
+    rpc.init_rpc("alone")
+    assert rpc.get_worker_info().id == 0
+    rpc.shutdown()
+
+
+def test_thirty_lives(meeting: str) -> None:
+    before = threading.active_count()
+    open_files = len(os.listdir("/proc/self/fd"))
+    for i in range(30):
+        join(f"life{i}", 0, 1, meeting, {})
+        assert rpc.rpc_sync(f"life{i}", operator.add, (1, 2)) == 3
+        rpc.shutdown(graceful=i % 2 == 0)
+    wait_until(lambda: threading.active_count() <= before)
+    assert len(os.listdir("/proc/self/fd")) <= open_files + 3
+
+
+# --- open membership ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["file", "tcp"])
+def test_workers_come_and_go(meeting: str, way: str) -> None:
+    place = meeting if way == "file" else f"tcp://127.0.0.1:{free_port()}"
+    join("first", -1, None, place, {})
+    with processes() as started:
+        try:
+            with pytest.raises(UnknownWorker):
+                rpc.get_worker_info("second")
+            for name in ("second", "third"):
+                started.append(process(serve_until_told, name, -1, None, place))
+                wait_until(lambda name=name: _found(name))  # type: ignore[misc]
+                assert rpc.rpc_sync(name, who) == name
+            # Newcomers find each other and the first.
+            assert rpc.rpc_sync("second", rpc.rpc_sync, ("third", rpc.rpc_sync, ("first", who))) == "first"
+            rpc.rpc_sync("second", leave)
+            started[0].join(10)
+            assert started[0].exitcode == 0
+            with pytest.raises((WorkerDied, UnknownWorker), match="second"):
+                rpc.rpc_sync("second", who)
+            assert rpc.rpc_sync("third", who) == "third"
+            # The same name may come back.
+            started.append(process(serve_until_told, "second", -1, None, place))
+            wait_until(lambda: _found("second") and _answers("second"))
+            assert rpc.rpc_sync("third", rpc.rpc_sync, ("second", who)) == "second"
+            for name in ("second", "third"):
+                rpc.rpc_sync(name, leave)
+        finally:
+            rpc.shutdown()
+        for each in started[1:]:
+            each.join(10)
+            assert each.exitcode == 0
+
+
+@pytest.mark.slow
+def test_the_first_one_leaves(meeting: str) -> None:
+    with processes() as started:
+        started.append(process(serve_until_told, "first", -1, None, meeting))
+        join("second", -1, None, meeting, {})
+        try:
+            wait_until(lambda: _found("first"))
+            rpc.rpc_sync("first", leave)
+            started[0].join(10)
+            started.append(process(serve_until_told, "third", -1, None, meeting))
+            wait_until(lambda: _found("third"))
+            assert rpc.rpc_sync("third", rpc.rpc_sync, ("second", who)) == "second"
+            rpc.rpc_sync("third", leave)
+        finally:
+            rpc.shutdown()
+
+
+def test_one_name_twice_in_an_open_job(meeting: str) -> None:
+    with processes() as started:
+        started.append(process(serve_until_told, "twin", -1, None, meeting))
+        join("other", -1, None, meeting, {})
+        wait_until(lambda: _found("twin"))
+        rpc.shutdown()
+        with pytest.raises(RendezvousError, match="'twin' is not unique"):
+            join("twin", -1, None, meeting, {})
+
+
+def _found(name: str) -> bool:
+    try:
+        rpc.get_worker_info(name)
+    except UnknownWorker:
+        return False
+    return True
+
+
+def _answers(name: str) -> bool:
+    try:
+        return rpc.rpc_sync(name, who) == name
+    except (WorkerDied, UnknownWorker):
+        return False
+
+
+# --- ending ---
+
+
+def test_shutdown_waits_for_work_under_way() -> None:
+    with cluster(3):
+        done = threading.Event()
+        futures = [rpc.rpc_async("worker1", time.sleep, (0.2,)) for _ in range(3)]
+        futures[-1].add_done_callback(lambda _: done.set())
+    assert done.is_set()
+    assert all(f.done() for f in futures)
+
+
+def test_a_worker_that_never_shuts_down_is_named(meeting: str) -> None:
+    with processes() as started:
+        started.append(process(serve_forever, "lingering", 1, 3, meeting))
+        started.append(process(join_and_shut_down, "punctual", 2, 3, meeting, {}, 1))
+        join("worker0", 0, 3, meeting, {})
+        start = time.monotonic()
+        with pytest.raises(ShutdownError, match="lingering") as caught:
+            rpc.shutdown(timeout=1.0)
+        assert time.monotonic() - start < 5
+        assert "punctual" not in str(caught.value)
+        with pytest.raises(NotInitialized):
+            rpc.get_worker_info()
+
+
+def test_not_graceful_ends_at_once() -> None:
+    with cluster(2):
+        future = rpc.rpc_async("worker1", hang)
+        start = time.monotonic()
+        rpc.shutdown(graceful=False)
+        assert time.monotonic() - start < 3
+        with pytest.raises(WorkerDied):
+            future.wait()
+        join("again", 0, 1, f"file:///tmp/telegrad-test-{os.getpid()}-{time.monotonic_ns()}", {})
+
+
+def test_a_dead_worker_is_not_waited_for() -> None:
+    with cluster(3) as job:
+        assert rpc.rpc_sync("worker2", who) == "worker2"
+        job.kill("worker2")
+        start = time.monotonic()
+        rpc.shutdown(timeout=10)
+        assert time.monotonic() - start < 8
+        join("again", 0, 1, f"file:///tmp/telegrad-test-{os.getpid()}-{time.monotonic_ns()}", {})
+
+
+# --- deaths ---
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_a_worker_killed_while_serving(way: str) -> None:
+    with cluster(3, transports=(way,)) as job:
+        waiting = [rpc.rpc_async("worker1", hang, timeout=0) for _ in range(3)]
+        errors: list[Exception] = []
+        thread = threading.Thread(target=_collect, args=(errors,))
+        thread.start()
+        rpc.rpc_sync("worker1", who)
+        start = time.monotonic()
+        job.kill("worker1")
+        for future in waiting:
+            with pytest.raises(WorkerDied, match=r"'worker1'.*hang") as caught:
+                future.wait()
+            assert caught.value.worker == "worker1"
+        thread.join(5)
+        assert time.monotonic() - start < 2
+        assert isinstance(errors[0], WorkerDied)
+        with pytest.raises(WorkerDied, match="worker1"):
+            rpc.rpc_sync("worker1", who, timeout=0)
+        assert rpc.rpc_sync("worker2", who) == "worker2"
+        with pytest.raises(WorkerDied, match="worker1"):
+            rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker1", who))
+
+
+def _collect(errors: list[Exception]) -> None:
+    try:
+        rpc.rpc_sync("worker1", hang, timeout=0)
+    except Exception as error:
+        errors.append(error)
+
+
+def test_a_function_that_ends_its_worker() -> None:
+    with cluster(2), pytest.raises(WorkerDied, match=r"worker1.*vanish"):
+        rpc.rpc_sync("worker1", vanish)
+
+
+def test_a_worker_that_leaves_while_it_owes_an_answer() -> None:
+    with cluster(2) as job:
+        waiting = rpc.rpc_async("worker1", hang)
+        rpc.rpc_sync("worker1", shut_down_soon, (False,))
+        with pytest.raises(WorkerDied, match=r"worker1"):
+            waiting.wait()
+        job.kill("worker1")
+
+
+# --- importing ---
+
+
+def test_importing_starts_nothing() -> None:
+    program = """
+import os, sys, threading
+import torch, torch.distributed, torch.distributed.nn  # what torch itself does is not ours
+before = set(os.listdir('/proc/self/fd')), threading.active_count(), len(os.listdir('/proc/self/task'))
+import telegrad
+from telegrad import rpc
+after = set(os.listdir('/proc/self/fd')), threading.active_count(), len(os.listdir('/proc/self/task'))
+assert before == after, (before, after)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50, env=os.environ)

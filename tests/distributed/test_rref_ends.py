@@ -1,0 +1,108 @@
+"""The ends of references on real workers: deaths, shutdown, and what is left behind."""
+
+import gc
+import logging
+from typing import Any
+
+import pytest
+
+from telegrad import rpc
+from telegrad.errors import SerializationError, WorkerDied
+from telegrad.rref import References
+from tests.cluster import cluster
+from tests.distributed.test_rref import (
+    Counter,
+    _kept,
+    add,
+    all_empty,
+    eventually,
+    fetch_kept,
+    gated,
+    keep,
+    let_go,
+    tables,
+)
+
+
+def test_ids_and_texts_are_those_of_torch() -> None:
+    with cluster(2):
+        first, second = rpc.RRef(0), rpc.remote("worker1", add, (1, 1))
+        assert str(first) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
+        assert str(second) == (
+            "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=1), "
+            "ForkId = GloballyUniqueId(created_on=0, local_id=2))"
+        )
+
+
+# --- who dies ---
+
+
+@pytest.mark.slow
+def test_the_owner_dies() -> None:
+    with cluster(3) as job:
+        rref, slow = rpc.remote("worker1", add, (1, 1)), rpc.remote("worker1", gated, ("never", 1))
+        rpc.rpc_sync("worker2", keep, (rref,))
+        job.kill("worker1")
+        for use in (rref.to_here, slow.to_here, rref.rpc_sync().bit_length):
+            with pytest.raises(WorkerDied, match="worker1"):
+                use()
+        with pytest.raises(WorkerDied, match="worker1"):
+            rpc.rpc_sync("worker2", fetch_kept)
+        with pytest.raises(SerializationError, match="worker1"):
+            rpc.rpc_sync("worker2", keep, (rref,))
+        rpc.rpc_sync("worker2", let_go)
+        del rref, slow, use
+        eventually(lambda: all_empty(["worker0", "worker2"]))
+
+
+@pytest.mark.slow
+def test_a_user_dies() -> None:
+    with cluster(4) as job:
+        shared, only = rpc.RRef("shared"), rpc.RRef("only")
+        rpc.rpc_sync("worker1", keep, ((shared, only),))
+        rpc.rpc_sync("worker1", share_kept, ("worker2",))
+        del shared, only
+        eventually(lambda: gc.collect() is not None and rpc.rpc_sync("worker0", tables)["forks"] == 4)
+        job.kill("worker1")
+        # What worker2 has from the dead is kept; what only the dead had is forgotten.
+        eventually(lambda: rpc.rpc_sync("worker0", tables)["forks"] == 2)
+        assert rpc.rpc_sync("worker2", fetch_first_kept) == "shared"
+        rpc.rpc_sync("worker2", let_go)
+        eventually(lambda: all_empty(["worker0", "worker2", "worker3"]))
+
+
+def share_kept(to: str) -> None:
+    rpc.rpc_sync(to, keep, (_kept[-1],))
+
+
+def fetch_first_kept() -> Any:
+    return _kept[-1][0].to_here(5)
+
+
+# --- the end ---
+
+
+def test_a_reference_after_shutdown(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "telegrad.rref"), cluster(2):
+        rref, mine = rpc.remote("worker1", Counter, (1,)), rpc.RRef(5)
+        rref.to_here()
+    assert "worker 'worker0' shuts down while it holds references to worker1: 1 Counter" in caplog.text
+    with pytest.raises(RuntimeError, match=r"Cannot call to_here\(\) on it after deletion."):
+        rref.to_here()
+    assert mine.local_value() == 5
+
+
+@pytest.mark.slow
+def test_values_still_named_at_the_end_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(References, "ignore_leaks", False)
+    monkeypatch.setattr("telegrad.rref.closing._PATIENCE", 0.2)
+    with pytest.raises(RuntimeError, match=r"Leaking RRef: worker 'worker0'.*a int, by worker1"), cluster(2):
+        mine = rpc.RRef(5)
+        rpc.rpc_sync("worker1", keep_and_never_release, (mine,))
+
+
+def keep_and_never_release(rref: Any) -> None:
+    _kept.append(rref)
+    from telegrad.rref import closing
+
+    closing.release_handles = lambda _: None  # type: ignore[assignment]
