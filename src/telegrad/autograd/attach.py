@@ -119,7 +119,7 @@ class _Recorded:
 
 
 def serve_recorded(agent: Agent, request: Request) -> None:
-    """The handler of `RpcWithAutograd`: tie the call into its context, then let the handler of the inner call run it."""
+    """The handler of `RpcWithAutograd`: tie the call into its context, then let the inner call's handler run it."""
     message = request.message
     assert type(message) is RpcWithAutograd
     registry = registry_of(agent)

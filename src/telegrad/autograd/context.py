@@ -12,7 +12,7 @@ from torch import Tensor
 
 from telegrad.autograd.functions import RecvNode, SendNode
 from telegrad.errors import AutogradError, ContextFailed
-from telegrad.ids import ContextId, MessageId, WorkerId, worker_of
+from telegrad.ids import ContextId, MessageId, PassId, WorkerId, worker_of
 
 Late = Callable[[MessageId, WorkerId], None]
 
@@ -23,7 +23,7 @@ class Snapshot(NamedTuple):
     sends: dict[MessageId, SendNode]
     recvs: dict[MessageId, RecvNode]
     orphans: dict[MessageId, WorkerId]
-    unsent: set[MessageId]
+    alone: set[MessageId]  # Sends that will hear from nobody
 
 
 class Context:
@@ -46,7 +46,10 @@ class Context:
         # What a running pass waits for, in words; set by the engine.
         self.waiting_for: Callable[[], list[str]] | None = None
         self._lock = threading.Lock()
+        self.newest_pass: dict[WorkerId, PassId] = {}  # by its root: what comes about an older one comes too late
         self._late: Late | None = None
+        self._begun: PassId | None = None
+        self._too_late: dict[PassId, set[MessageId]] = {}
 
     def __repr__(self) -> str:
         waits = self.waiting_for() if self.waiting_for is not None else []
@@ -97,11 +100,21 @@ class Context:
         """Workers that have a part in this context."""
         self.participants.update(workers)
 
-    def snapshot(self, late: Late) -> Snapshot:
+    def snapshot(self, pass_id: PassId, late: Late) -> Snapshot:
         """What a pass works with that begins now. `late` hears of every message that arrives from now on."""
         with self._lock:
             self._late = late
-            return Snapshot(dict(self.sends), dict(self.recvs), dict(self.orphans), set(self.unsent))
+            self._begun = pass_id
+            alone = self.unsent | self._too_late.pop(pass_id, set())
+            return Snapshot(dict(self.sends), dict(self.recvs), dict(self.orphans), alone)
+
+    def came_too_late(self, message_id: MessageId, pass_id: PassId) -> bool:
+        """A message from here came too late for a pass. Says whether that has begun here; if not, it will know."""
+        with self._lock:
+            if self._begun == pass_id:
+                return True
+            self._too_late.setdefault(pass_id, set()).add(message_id)
+            return False
 
     # --- what passes leave ---
 
@@ -119,6 +132,7 @@ class Context:
             self.sends.clear()
             self.recvs.clear()
             self.orphans.clear()
+            self._too_late.clear()
             self.gradients = {}
             self.waiting_for = None
             self._late = None

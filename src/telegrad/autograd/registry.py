@@ -12,7 +12,16 @@ from contextvars import ContextVar
 
 from telegrad.autograd.context import Context
 from telegrad.errors import ContextNotFound
-from telegrad.ids import ContextId, MessageId, count_from, local_part, worker_of
+from telegrad.ids import (
+    GENERATION_BITS,
+    LOCAL_BITS,
+    ContextId,
+    MessageId,
+    count_from,
+    generation_of,
+    local_part,
+    worker_of,
+)
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 
@@ -29,8 +38,10 @@ class Registry:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.here = agent.member.worker_id
-        self._context_ids = count_from(self.here)
-        self._message_ids: Iterator[int] = count_from(self.here)
+        # A worker that was started again must not use the ids of its predecessor, which others may remember.
+        self.first_number = generation_of(agent.member.incarnation) << (LOCAL_BITS - GENERATION_BITS)
+        self._context_ids = count_from(self.here, self.first_number)
+        self._message_ids: Iterator[int] = count_from(self.here, self.first_number)
         self._lock = threading.Lock()
         self._contexts: dict[ContextId, Context] = {}
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
@@ -66,8 +77,8 @@ class Registry:
         context = self._contexts.get(ContextId(context_id))
         if context is None:
             raise ContextNotFound(
-                f"Could not find autograd context with id: {context_id} on worker {self.agent.info.name!r}: it has ended, "
-                f"or never was (worker {worker_of(context_id)} would have opened it as its number {local_part(context_id)})"
+                f"Could not find autograd context with id: {context_id} on worker {self.agent.info.name!r}: it has "
+                f"ended, or never was (it would be number {local_part(context_id)} of worker {worker_of(context_id)})"
             )
         return context
 

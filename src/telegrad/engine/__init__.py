@@ -6,7 +6,7 @@ from telegrad.engine.cleanup import end_context, serve_cleanup
 from telegrad.engine.rref_backward import install as install_rref_backward
 from telegrad.engine.service import Service
 from telegrad.rpc.agent import Agent
-from telegrad.wire.messages import AbortPass, BeginPass, CleanupAutogradContext, PropagateGradients
+from telegrad.wire.messages import AbortPass, BeginPass, CleanupAutogradContext, PropagateGradients, TooLateForPass
 
 __all__ = ["backward", "backward_async", "end_context", "install"]
 
@@ -18,6 +18,7 @@ def install(agent: Agent) -> None:
     agent.extensions[Service] = service
     agent.handlers[BeginPass] = service.serve_begin
     agent.handlers[PropagateGradients] = service.serve_gradients
+    agent.handlers[TooLateForPass] = service.serve_too_late
     agent.handlers[AbortPass] = service.serve_abort
     agent.handlers[CleanupAutogradContext] = lambda request: serve_cleanup(agent, request)
     agent.on_death.append(service.lost)

@@ -80,7 +80,8 @@ def backward_async(
 def _fetch_roots(context: Context, roots: Sequence[Any]) -> list[Tensor]:
     if isinstance(roots, Tensor) or not isinstance(roots, Sequence):
         raise TypeError(
-            f"incompatible function arguments: roots must be a list of tensors or references, got {type(roots).__name__}"
+            "incompatible function arguments: roots must be a list of tensors or references, "
+            f"got {type(roots).__name__}"
         )
     tensors = []
     for root in roots:
@@ -110,8 +111,8 @@ def _entries(roots: Sequence[Tensor], grad_tensors: Sequence[Tensor | None] | No
         if gradient is None:
             if root.numel() != 1:
                 raise AutogradError(
-                    f"root {position} is not a scalar: it has shape {tuple(root.shape)} and all roots need to be scalar, "
-                    "unless `grad_tensors` says what to start from"
+                    f"root {position} is not a scalar: it has shape {tuple(root.shape)} and all roots need to be "
+                    "scalar, unless `grad_tensors` says what to start from"
                 )
             gradient = torch.ones_like(root, memory_format=torch.preserve_format)
         elif gradient.shape != root.shape:

@@ -49,6 +49,7 @@ class Pass:
         self.root = root
         self.retain_graph = retain_graph
         self.known: set[WorkerId] = set(known)  # workers that have been told of this pass, as far as we know
+        self.to_invite: set[WorkerId] = set()  # among those, the ones that this worker has yet to tell
         self.roll = roll  # on the root: who was asked, and who is done
         self.error: BaseException | None = None
         self.finished = False
@@ -87,7 +88,7 @@ class Pass:
         if self.finished:
             return  # given up before it could start
         context = self.context
-        sends, recvs, orphans, unsent = context.snapshot(self._late)
+        sends, recvs, orphans, alone = context.snapshot(self.pass_id, self._late)
         self._sends = sends
         self.service.spread(self, {recv.peer for recv in recvs.values()} | set(orphans.values()))
         edges: dict[MessageId, Any] = {key: send.edges for key, send in sends.items()}
@@ -101,7 +102,7 @@ class Pass:
         )
         if roots is not None:
             local.hear(ROOT, [gradient for _, gradient in roots])
-        for key in unsent & sends.keys():
+        for key in alone & sends.keys():
             local.hear(key, None)
         local.start()
         for message_id, peer in orphans.items():
@@ -112,6 +113,7 @@ class Pass:
         for key, gradients in early:
             self._hear(local, key, gradients)
         self._run(local)
+        self.service.invite_rest(self)
 
     def _deliver(self, peer: WorkerId, key: MessageId, gradients: Gradients | None) -> None:
         """A Recv has its gradients. They leave at once, unless they can go with the answer to the root very soon."""
@@ -134,7 +136,8 @@ class Pass:
 
     def _late(self, message_id: MessageId, sender: WorkerId) -> None:
         """A message came that is no part of this pass. Even if this worker is done, its sender may wait for it."""
-        self.service.guard(self, lambda: self.service.tell(self, sender, message_id, None))
+        if self.error is None:
+            self.service.guard(self, lambda: self.service.tell_too_late(self, sender, message_id))
 
     # --- hearing ---
 

@@ -36,6 +36,7 @@ class Roll:
         self._named: set[WorkerId] = set()  # participants that others told of
         self._settled = threading.Condition(self._lock)
         self._pass: Pass | None = None
+        self._ended = False  # whether this worker's own part is over
         self.error: BaseException | None = None
 
     def open(self, pass_: Pass) -> None:
@@ -67,20 +68,17 @@ class Roll:
             self._agent.link(member).look_out()
 
     def _answered(self, member: Member, slot: Slot) -> None:
-        error: BaseException | None = None
         named: set[WorkerId] = set()
         try:
             reply = self._agent.reply_frame(slot).message
             if type(reply) is PassDone:
                 named = set(reply.participants)
                 self._hear(reply, self._agent.reply_tensors(slot))
-        except BaseException as problem:
-            error = problem
+        except BaseException as error:
+            self._give_up(error)
         with self._settled:
             self._open -= 1
             self._named |= named
-            if error is not None and self.error is None:
-                self.error = error
             self._settled.notify_all()
 
     def _hear(self, reply: PassDone, tensors: list[Tensor]) -> None:
@@ -88,10 +86,10 @@ class Roll:
         arrived = iter(tensors)
         if sum(sum(present) for _, present in reply.gradients) != len(tensors):
             raise AutogradError(f"{len(tensors)} gradients came with an answer that names others: {reply.gradients}")
-        for message_id, present in reply.gradients:
+        pass_ = self._pass
+        for message_id, present in reply.gradients if pass_ is not None else ():
             gradients = [next(arrived) if there else None for there in present] if present else None
-            assert self._pass is not None
-            self._pass.hear(message_id, gradients)
+            pass_.hear(message_id, gradients)
 
     def wait(self, pass_: Pass) -> None:
         """Return when all are done; raise the error that ended the pass, or RpcTimeout."""
@@ -101,26 +99,34 @@ class Roll:
         try:
             while True:
                 self._await_replies()
-                self._await_settled(lambda: self._open == 0 or self.error is not None)
+                self._await_settled(lambda: (self._open == 0 and self._ended) or self.error is not None)
                 newcomers = self._named - pass_.known - {self._service.here}
                 if self.error is not None or not newcomers:
                     break
                 pass_.known |= newcomers
                 for worker in newcomers:
                     self._service.invite(pass_, worker)
-            self._await_settled(lambda: pass_.finished or self.error is not None)
         except BaseException as error:
-            if self.error is None:
-                self.error = error
+            self._give_up(error)
         if self.error is not None:
-            self._abort(pass_, self.error)
+            self._abort()
             raise self.error
 
     def _local_end(self, pass_: Pass) -> None:
         with self._settled:
-            if pass_.error is not None and self.error is None:
-                self.error = pass_.error
+            self._ended = True
             self._settled.notify_all()
+        if pass_.error is not None:
+            self._give_up(pass_.error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """The first error ends the pass everywhere, now: the root may be waiting for one that waits in vain."""
+        with self._settled:
+            if self.error is not None:
+                return
+            self.error = error
+            self._settled.notify_all()
+        self._agent.crew.submit(self._abort)
 
     def _await_replies(self) -> None:
         """Read replies in this thread, link by link, while the crew looks after the other links."""
@@ -154,7 +160,11 @@ class Roll:
             "Pass a longer `timeout` to backward if they need it"
         )
 
-    def _abort(self, pass_: Pass, error: BaseException) -> None:
+    def _abort(self) -> None:
+        with self._lock:
+            pass_, error, self._pass = self._pass, self.error, None
+        if pass_ is None or error is None:
+            return  # done by another thread
         pass_.fail(error)
         context = pass_.context
         fatal = isinstance(error, WorkerDied)

@@ -31,12 +31,14 @@ from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import (
     AbortPass,
+    Ack,
     AnyMessage,
     AutogradMetadata,
     BeginPass,
     PassDone,
     PropagateGradients,
     PropagateGradientsReply,
+    TooLateForPass,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class Service:
         self.agent = agent
         self.registry: Registry = registry_of(agent)
         self.here = agent.member.worker_id
-        self._pass_ids = count_from(self.here)
+        self._pass_ids = count_from(self.here, self.registry.first_number)
         self._lock = threading.Lock()
         self._passes: dict[ContextId, Pass] = {}  # the latest of each context
 
@@ -87,13 +89,22 @@ class Service:
             latest = self._passes.get(context.context_id)
             if latest is not None and latest.pass_id == pass_id:
                 return latest, False
-            if latest is not None and not latest.finished:
+            newest = context.newest_pass.get(root)
+            if newest is not None and pass_id < newest:
                 raise AutogradError(
-                    f"worker {self.agent.info.name!r} is still in another backward pass of context {context.context_id} "
-                    f"({latest}); passes over one context run one after the other"
+                    f"backward pass {pass_id} of context {context.context_id} is over: a later one began"
+                )
+            superseded = latest is not None and latest.root == root and roll is None
+            if latest is not None and not latest.finished and not superseded:
+                raise AutogradError(
+                    f"worker {self.agent.info.name!r} is still in another backward pass of context "
+                    f"{context.context_id} ({latest}); passes over one context run one after the other"
                 )
             context.check_usable()
             entered = self._passes[context.context_id] = Pass(self, context, pass_id, root, retain_graph, known, roll)
+            context.newest_pass[root] = pass_id
+        if latest is not None:  # its root has given it up, or it would not have begun another
+            latest.fail(AutogradError(f"backward pass {latest.pass_id} was given up by its root, which began another"))
         context.waiting_for = entered.waiting_for
         return entered, True
 
@@ -122,8 +133,14 @@ class Service:
         """Bring in the participants that nobody else is known to tell. `will_hear` get a message of a Recv anyway."""
         newcomers = pass_.context.participants - pass_.known - {self.here, pass_.root}
         pass_.known |= newcomers | {self.here, pass_.root}
+        pass_.to_invite = newcomers & will_hear
         for worker in newcomers - will_hear:
             self.invite(pass_, worker)
+
+    def invite_rest(self, pass_: Pass) -> None:
+        """What could run has run. A Recv that waits may wait for the very worker it would tell of the pass."""
+        while pass_.to_invite and not pass_.finished:
+            self.invite(pass_, pass_.to_invite.pop())
 
     def invite(self, pass_: Pass, worker: WorkerId) -> None:
         """Tell a worker of the pass without a gradient."""
@@ -144,7 +161,15 @@ class Service:
         tensors = [] if gradients is None else [_to_send(gradient) for gradient in gradients if gradient is not None]
         self._request(pass_, worker, message, Packed(b"", tensors))
 
+    def tell_too_late(self, pass_: Pass, worker: WorkerId, message_id: MessageId) -> None:
+        """Tell the sender of a message that it has no part in a pass that had begun here before it came."""
+        message = TooLateForPass(AutogradMetadata(pass_.context.context_id, message_id), pass_.pass_id)
+        self.agent.send(
+            self._member(worker), message, timeout=0.0, what=lambda: "a notice of a late message", complete=_ignore
+        )
+
     def _request(self, pass_: Pass, worker: WorkerId, message: AnyMessage, packed: Packed) -> None:
+        pass_.to_invite.discard(worker)
         member = self._member(worker)
         context_id = pass_.context.context_id
         what = f"its part in the backward pass of context {context_id}"
@@ -191,6 +216,8 @@ class Service:
             )
         arrived = iter(tensors)
         gradients = [next(arrived) if there else None for there in message.present] if message.present else None
+        # Before anything is begun: what is wrong concerns its sender, and through it the root, but not this worker.
+        self._check(context, message.metadata.message_id, request.caller.worker_id, gradients)
         pass_ = self._take_part(request, context, message)
         if request.caller.worker_id == message.root:
             # The root has its answer when the pass ends: an error must end it rather than be a second answer.
@@ -198,6 +225,21 @@ class Service:
         else:
             pass_.hear(message.metadata.message_id, gradients)
             self.agent.reply(request, PropagateGradientsReply(), lazy=True)
+
+    def _check(self, context: Context, message_id: MessageId, sender: WorkerId, gradients: Gradients | None) -> None:
+        send = context.sends.get(message_id)
+        if send is None:
+            raise AutogradError(
+                f"worker {self.name_of(sender)!r} returned gradients for message {message_id} of context "
+                f"{context.context_id}, which worker {self.agent.info.name!r} never sent; they were not used"
+            )
+        if send.peer != sender:
+            raise AutogradError(
+                f"worker {self.name_of(sender)!r} returned gradients for message {message_id} of context "
+                f"{context.context_id}, which went to worker {self.name_of(send.peer)!r}; they were not used"
+            )
+        if gradients is not None:
+            send.check(gradients)
 
     def _take_part(self, request: Request, context: Context, message: BeginPass | PropagateGradients) -> Pass:
         """The pass a message is about, begun if need be. The root is answered when this worker's part is over."""
@@ -223,6 +265,18 @@ class Service:
             tensors += [_to_send(gradient) for gradient in gradients or () if gradient is not None]
         participants = ended.context.participants | ended.known
         self.agent.reply(request, PassDone(tuple(participants), tuple(carried)), Packed(b"", tensors))
+
+    def serve_too_late(self, request: Request) -> None:
+        """The handler of `TooLateForPass`."""
+        message = request.message
+        assert type(message) is TooLateForPass
+        context = self.registry.get(message.metadata.context_id)
+        if context is not None and context.came_too_late(message.metadata.message_id, message.pass_id):
+            with self._lock:
+                pass_ = self._passes.get(context.context_id)
+            if pass_ is not None and pass_.pass_id == message.pass_id:
+                pass_.hear(message.metadata.message_id, None)
+        self.agent.reply(request, Ack(), lazy=True)
 
     def serve_abort(self, request: Request) -> None:
         """The handler of `AbortPass`."""
@@ -251,6 +305,10 @@ class Service:
                     pass_ = self._passes.get(context.context_id)
                 if pass_ is not None:
                     pass_.fail(WorkerDied(text, worker=member.name, incarnation=member.incarnation))
+
+
+def _ignore(slot: Slot) -> None:
+    """A notice that fails concerns a worker that is gone, of which everyone hears by other means."""
 
 
 def _to_send(gradient: Tensor) -> Tensor:

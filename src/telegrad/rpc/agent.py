@@ -318,8 +318,8 @@ class Agent:
                 if target is None:
                     raise RuntimeError(
                         f"TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU "
-                        f"before sending them over RPC, or call `set_device_map` on the options to map {spec.device} to a "
-                        f"device of worker {member.name!r}"
+                        f"before sending them over RPC, or call `set_device_map` on the options to map {spec.device} to "
+                        f"a device of worker {member.name!r}"
                     )
                 spec = type(spec)(**{**{f: getattr(spec, f) for f in spec.__struct_fields__}, "device": str(target)})  # noqa: PLW2901
             mapped.append(spec)
@@ -426,7 +426,7 @@ class Agent:
         self.lost(member, f"worker {member.name!r} has shut down", departed=True)
 
     def caller_said_goodbye(self, member: Member) -> None:
-        """A worker that calls this one left on purpose. What it answered before comes over the link, and comes first."""
+        """A worker that calls this one left on purpose. What it answered before comes over the link, and first."""
         link = self._links.get(member.worker_id)
         if link is not None and link.connected and link.member.incarnation == member.incarnation:
             link.look_out()
@@ -439,8 +439,8 @@ class Agent:
             if member.incarnation in self._dead:
                 return
             error = WorkerDied(
-                f"{why} (incarnation {member.incarnation:x}). What it held is lost; repeat the work on another worker, or "
-                "after it was started again.",
+                f"{why} (incarnation {member.incarnation:x}). What it held is lost; repeat the work on another worker, "
+                "or after it was started again.",
                 worker=member.name,
                 incarnation=member.incarnation,
             )

@@ -1,10 +1,12 @@
 """How a connection comes about: dialled by one worker, accepted by the other, after both proved themselves.
 
 The dialler does its part in the calling thread, with a deadline. The listener never gives a thread to a stranger: each
-half-open connection is a small state machine fed by the crew, there is room for so many of them, and each has a deadline.
+half-open connection is a small state machine fed by the crew, there is room for so many of them, and each has a
+deadline.
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -54,8 +56,8 @@ def dial(
     addresses = reachable(member.addresses, options.transports)
     if not addresses:
         raise WorkerDied(
-            f"worker {member.name!r} cannot be reached: it listens at {list(member.addresses)}, and this worker may use "
-            f"{options.transports}; allow the same transports on both.",
+            f"worker {member.name!r} cannot be reached: it listens at {list(member.addresses)}, and this worker may "
+            f"use {options.transports}; allow the same transports on both.",
             worker=member.name,
             incarnation=member.incarnation,
         )
@@ -139,7 +141,7 @@ class Acceptor:
     def start(self) -> None:
         """Begin to accept."""
         for listener in self._listeners.sockets:
-            self._crew.watch(listener.fileno(), lambda listener=listener: self._accept(listener), armed=True)
+            self._crew.watch(listener.fileno(), functools.partial(self._accept, listener), armed=True)
 
     def _accept(self, listener: socket.socket) -> None:
         try:

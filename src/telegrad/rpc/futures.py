@@ -106,7 +106,7 @@ class Future(torch.futures.Future[T]):
 
 
 def _without_traceback(error: BaseException) -> BaseException:
-    """A copy to raise or to keep. A traceback holds frames, these hold the future, and the future holds the error in C++,
+    """A copy to raise or to keep. A traceback holds frames, these hold the future, and it holds the error in C++,
     where the garbage collector does not look: kept as it is, the error would keep every tensor of those frames."""
     try:
         fresh = copy.copy(error)

@@ -162,7 +162,7 @@ def _check_clash(agent: Agent, members: list[Member], mine: Member, world_size: 
         if other is not member and (world_size is not None or _answers(agent, other if member is mine else member)):
             raise _NameClash(
                 f"RPC worker name {member.name!r} is not unique: workers {other.worker_id} and {member.worker_id} both "
-                "it. Give each worker a name of its own"
+                "use it. Give each worker a name of its own"
             )
 
 

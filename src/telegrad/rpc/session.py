@@ -11,7 +11,6 @@ again over a new connection is answered from memory, or left to the thread that 
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import ProtocolError
@@ -155,7 +154,7 @@ class Session:
             self._forget_replies(frame.ack)
         if frame.kind == Kind.NOTICE:
             if type(frame.message) is Ping:
-                self._send(Kind.NOTICE, 0, Ping())
+                self._send((Kind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
                 self.agent.caller_said_goodbye(self.member)
             elif type(frame.message) is not Ack:  # an Ack has said all by its header
@@ -183,22 +182,14 @@ class Session:
         A lazy answer, one that nobody is waiting for, goes with the next one."""
         # Remembered before it is sent: the acknowledgement may come first. What goes over the socket in one piece is
         # kept as bytes, so that no tensor outlives its reply; a large reply is acknowledged at once by the caller.
-        self._replies[request_id] = (kind, request_id, *content)
+        self._replies[request_id] = reply = (kind, request_id, *content)
         self._running.pop(request_id, None)
-        encoded = self._send(kind, request_id, *content, lazy=lazy)
+        encoded = self._send(reply, lazy)
         if encoded is not None and request_id in self._replies:
             self._replies[request_id] = (encoded,)
 
-    def _send(
-        self,
-        kind: Kind,
-        request_id: int,
-        message: AnyMessage,
-        payload: bytes = b"",
-        tensors: Sequence[Any] = (),
-        segments: Sequence[Any] = (),
-        lazy: bool = False,
-    ) -> bytes | None:
+    def _send(self, frame: tuple[Any, ...], lazy: bool = False) -> bytes | None:
+        """Send what `Connection.send` takes, less the ack: kind, request id, message, and what goes with it."""
         connection = self.connection
         if connection is None:
             return None
@@ -209,7 +200,7 @@ class Session:
             self.agent.flush_soon(connection)
             hold = True
         try:
-            return connection.send(kind, request_id, 0, message, payload, tensors, segments, hold=hold)
+            return connection.send(frame[0], frame[1], 0, *frame[2:], hold=hold)
         except (OSError, ValueError):
             log.debug("a reply to %s waits for its next connection", self.member.name)
             return None
@@ -225,7 +216,7 @@ class Session:
         if connection is None:
             return
         if len(content) > 1:
-            self._send(*content)
+            self._send(content)
             return
         try:
             connection.send_encoded(content[0])
@@ -293,7 +284,7 @@ class Request:
         self.session = session
         self.frame = frame
         self.message: AnyMessage = frame.message
-        # Set by layers above that wrap calls: what to do with the tensors that came, and with reply and tensors going out.
+        # Set by layers above that wrap calls: what to do with the tensors that came, and with the reply going out.
         self.on_tensors: Any = None
         self.on_reply: Any = None
         # Makes the context in which a user's function runs.
