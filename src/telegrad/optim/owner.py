@@ -1,26 +1,24 @@
 """`LocalOptimizer` is a trainer's agent next to the parameters: a torch optimizer and the gradients it is to apply.
 
-A parameter's `.grad` belongs to whoever else uses it in this process. A step therefore only borrows it: under the lock
-it puts its gradients there, steps, and puts back what it found. So a step is applied whole, whatever other trainers do,
-and a parameter without gradient is not touched, momentum and weight decay included.
+A parameter's `.grad` belongs to whoever else uses it in this process. A step therefore only borrows it: it claims the
+parameters, puts its gradients there, steps, and puts back what it found. Backward passes claim the leaves they work on
+in the same way, and so do other trainers' steps. So a step is applied whole, whatever else goes on, and a parameter
+without gradient is not touched, momentum and weight decay included.
 """
 
 from collections.abc import Callable, Sequence
-from threading import Lock
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from telegrad import rpc
+from telegrad.engine.leaves import claimed
 from telegrad.optim.gradients import Gradients, context_gradients, gradient_norms
 from telegrad.optim.shares import GroupShare, Options, options_of
 
 
 class LocalOptimizer:
     """One torch optimizer over the parameters of one trainer's model that live on this worker."""
-
-    # One lock for the process, not for each optimizer: trainers have optimizers of their own over the same parameters.
-    stepping: ClassVar[Lock] = Lock()
 
     def __init__(
         self,
@@ -50,7 +48,7 @@ class LocalOptimizer:
     def accumulate(self, context_id: int) -> None:
         """Add the context's gradients to what the next step applies."""
         gradients = context_gradients(context_id)
-        with self.stepping:
+        with claimed([self]):
             for param in self.params:
                 gradient = gradients.get(param)
                 if gradient is None:
@@ -61,24 +59,24 @@ class LocalOptimizer:
 
     def discard(self) -> None:
         """Forget what was accumulated."""
-        with self.stepping:
+        with claimed([self]):
             self.accumulated.clear()
 
     def norms(self, context_id: int | None, scale: float, norm_type: float) -> tuple[list[int], torch.Tensor]:
         """The norm of each gradient the next step would apply, and the number of its parameter."""
-        with self.stepping:
+        with claimed([self]):
             total = self._total(context_id, scale)
         held = [(index, total[param]) for index, param in zip(self.indices, self.params, strict=True) if param in total]
         return [index for index, _ in held], gradient_norms([gradient for _, gradient in held], norm_type)
 
     def step(self, context_id: int | None, changes: dict[int, Options], scale: float, shrink: float | None) -> None:
         """Apply what was accumulated and the context's gradients, times `scale`, then times `shrink` to clip."""
-        with self.stepping:
+        params = self.params
+        with claimed([self, *params]):
             self._take_options(changes)
             total = self._total(context_id, scale)
             if shrink is not None:
                 total = {param: gradient * shrink for param, gradient in total.items()}
-            params = self.params
             found = [param.grad for param in params]
             try:
                 for param in params:
@@ -91,7 +89,7 @@ class LocalOptimizer:
 
     def state(self) -> tuple[dict[int, Any], dict[int, Options]]:
         """Each parameter's state, by the trainer's number for it, and each group's options, all in host memory."""
-        with self.stepping:
+        with claimed([self, *self.params]):
             saved = self.optimizer.state_dict()["state"]
             _, options = self.description()
             return {self.indices[local]: _to_host(state) for local, state in saved.items()}, _to_host(options)
@@ -99,7 +97,7 @@ class LocalOptimizer:
     def load_state(self, state: dict[int, Any], options: dict[int, Options]) -> None:
         """Take over a state as `state` gives it, and the options of this owner's groups."""
         local_numbers = {index: local for local, index in enumerate(self.indices)}
-        with self.stepping:
+        with claimed([self, *self.params]):
             saved = self.optimizer.state_dict()
             groups = [
                 {**options[number], "params": group["params"]}
