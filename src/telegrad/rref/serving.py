@@ -55,13 +55,15 @@ def serve_creation(references: References, request: Request) -> None:
             raise RRefError(f"worker {request.caller.name!r} is known to be dead here; its calls are not run")
         value = references.value_of(call.rref_id)
 
+    # The reply leaves first: whoever gets the value from here knows that its fork is confirmed.
+
     def done(result: Any) -> None:
-        value.set(result)
         agent.reply(request, Ack())
+        value.set(result)
 
     def failed(error: BaseException) -> None:
-        value.fail(RemoteFailure(error, agent.info))
         agent.reply(request, Ack())
+        value.fail(RemoteFailure(error, agent.info))
 
     try:
         run_call(agent, request, call, done, failed)
