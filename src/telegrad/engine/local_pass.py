@@ -219,6 +219,10 @@ class LocalPass(Generic[K]):
     def _run_last(self, roots: list[Root]) -> None:
         """Everything left, leaves included. If another pass has some of the leaves, run the rest before waiting."""
         variables = list(self._leaves.values())
+        if not variables:
+            if roots:
+                self._run_engine(roots, (), accumulate=True)
+            return
         with claimed(variables, wait=False) as free:
             if free:
                 self._run_with_leaves(roots, variables)
@@ -232,8 +236,8 @@ class LocalPass(Generic[K]):
         if self._sums:
             roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
         if roots:
-            with grads_aside(variables) as self.gradients, _entering(roots) as (edges, gradients):
-                torch.autograd.backward(edges, gradients, retain_graph=self._retain_graph)
+            with grads_aside(variables) as self.gradients:
+                self._run_engine(roots, (), accumulate=True)
 
     def _run_closed(self, nodes: Iterable[Node], roots: list[Root]) -> None:
         """Nodes that lead to nothing but each other and leaves; what arrives at the leaves is added to their sums."""
@@ -277,11 +281,27 @@ class LocalPass(Generic[K]):
 
     def _ask(self, leaves: Sequence[Node], roots: list[Root]) -> tuple[Tensor | None, ...]:
         """One engine call from `roots` that writes to no leaf and returns what arrived at each. Recvs run."""
-        wanted = [*(GradientEdge(leaf, 0) for leaf in leaves), ANCHOR]
+        wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR)
+        if not leaves:
+            return self._run_engine(roots, wanted, accumulate=False)[:-1]
         first = {edge.node for edge, _ in roots}
-        with hooks_held([self._leaves[leaf] for leaf in leaves], first), _entering(roots) as (edges, gradients):
-            found = torch.autograd.grad(edges, wanted, gradients, retain_graph=self._retain_graph, allow_unused=True)
-        return found[:-1]
+        with hooks_held([self._leaves[leaf] for leaf in leaves], first):
+            return self._run_engine(roots, wanted, accumulate=False)[:-1]
+
+    def _run_engine(
+        self, roots: list[Root], wanted: tuple[GradientEdge, ...], *, accumulate: bool
+    ) -> tuple[Tensor | None, ...]:
+        """One call of torch's engine. Not through `torch.autograd.backward` and `grad`: their checks of shapes and dtypes
+        were made when the gradients came, and cost as much as a small graph takes to run."""
+        engine = torch.autograd.Variable._execution_engine
+        if all(gradient is not None for _, gradient in roots):
+            edges = tuple([edge for edge, _ in roots])
+            gradients = tuple([gradient for _, gradient in roots])
+            return engine.run_backward(edges, gradients, self._retain_graph, False, wanted, True, accumulate)
+        with _entering(roots) as (some_edges, some_gradients):
+            return engine.run_backward(
+                tuple(some_edges), tuple(some_gradients), self._retain_graph, False, wanted, True, accumulate
+            )
 
 
 def walk(entries: Iterable[Iterable[Node]]) -> dict[Node, Edges[Node]]:
