@@ -45,7 +45,7 @@ class SendNode:
         self.message_id = message_id
         self.peer = peer
         # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
-        self.edges: tuple[GradientEdge, ...] = tuple([get_gradient_edge(tensor) for tensor in tensors])
+        self.edges: tuple[GradientEdge, ...] = tuple([_edge_of(tensor) for tensor in tensors])
         self.metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
 
     def check(self, gradients: Gradients) -> None:
@@ -73,6 +73,25 @@ class SendNode:
 
     def __repr__(self) -> str:
         return f"<SendNode {self.message_id}: {len(self.edges)} tensors to worker {self.peer}>"
+
+
+def _edge_of(tensor: Tensor) -> GradientEdge:
+    """Where the gradient of a tensor goes. A view of a view made under `no_grad` says that it requires grad, but leads
+    nowhere: in one process its gradient is dropped, and so it is here."""
+    try:
+        return get_gradient_edge(tensor)
+    except AssertionError:
+        return get_gradient_edge(anchored(_Drop, tensor.detach()))
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class _Outlet:

@@ -87,9 +87,10 @@ class Roll:
         if sum(sum(present) for _, present in reply.gradients) != len(tensors):
             raise AutogradError(f"{len(tensors)} gradients came with an answer that names others: {reply.gradients}")
         pass_ = self._pass
-        for message_id, present in reply.gradients if pass_ is not None else ():
+        for message_id, present in reply.gradients:
             gradients = [next(arrived) if there else None for there in present] if present else None
-            pass_.hear(message_id, gradients)
+            if pass_ is not None:  # else it was given up
+                pass_.hear(message_id, gradients)
 
     def wait(self, pass_: Pass) -> None:
         """Return when all are done; raise the error that ended the pass, or RpcTimeout."""

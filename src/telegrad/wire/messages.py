@@ -175,6 +175,14 @@ class PropagateGradients(Message, frozen=True, tag=23):
     present: tuple[bool, ...]
 
 
+class TooLateForPass(Message, frozen=True, tag=51):
+    """The message of the Send named in the metadata came when I had begun this pass: no gradient will come for it. This
+    does not begin the pass. The reply is an Ack."""
+
+    metadata: AutogradMetadata
+    pass_id: PassId
+
+
 class PropagateGradientsReply(Message, frozen=True, tag=28):
     """The gradients were taken."""
 
@@ -304,6 +312,7 @@ AnyMessage = (
     | BeginPass
     | PropagateGradients
     | PropagateGradientsReply
+    | TooLateForPass
     | PassDone
     | AbortPass
     | CleanupAutogradContext
