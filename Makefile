@@ -37,9 +37,9 @@ format: $(VENV)/.installed-dev  ## put formatting and imports right
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed-bench  ## Telegrad and torch.distributed.rpc side by side
-	$(BIN)/python -m benchmarks $(if $(BASE),--base $(BASE)) $(ARGS)
+	$(BIN)/python -m benchmarks --json bench-output/latest.json $(if $(BASE),--base $(BASE)) $(ARGS)
 
-conformance: $(VENV)/.installed-dev  ## the programs of torch's own documentation and tests, on both
+conformance: $(VENV)/.installed-dev  ## PyTorch's own tests of these modules, run on Telegrad
 	$(BIN)/python -m tests.conformance $(ARGS)
 
 chaos: $(VENV)/.installed-dev  ## kills, cuts, fuzzing and soak at full length
