@@ -164,7 +164,9 @@ def test_a_value_made_elsewhere(clean: Cluster) -> None:
     assert not rref.is_owner()
     assert (rref.owner(), rref.owner_name()) == (rpc.get_worker_info("worker1"), "worker1")
     assert rref.confirmed_by_owner()
-    with pytest.raises(RRefError, match=r"can't call localValue\(\) on user WorkerInfo\(id=0, name=worker0\). Call it on"):
+    with pytest.raises(
+        RRefError, match=r"can't call localValue\(\) on user WorkerInfo\(id=0, name=worker0\). Call it on"
+    ):
         rref.local_value()
 
 
@@ -288,7 +290,9 @@ def gated_hold(name: str) -> "rpc.RRef[int]":
 
 def test_pickling_outside_a_call(clean: Cluster) -> None:
     rref = rpc.RRef(1)
-    with pytest.raises(RuntimeError, match="Can not pickle rref in python pickler, rref can only be pickled when using RPC"):
+    with pytest.raises(
+        RuntimeError, match="Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+    ):
         pickle.dumps(rref)
     with pytest.raises(RuntimeError, match="Can not pickle rref in python pickler"):
         torch.save(rref, io.BytesIO())
@@ -387,7 +391,7 @@ def test_backward_without_a_context(clean: Cluster) -> None:
     leaf = torch.ones(3, requires_grad=True)
     rpc.RRef((2 * leaf).sum()).backward()
     assert torch.equal(leaf.grad, torch.full((3,), 2.0))
-    with pytest.raises(RuntimeError, match="RRef should contain a tensor for .backward()"):
+    with pytest.raises(RuntimeError, match=r"RRef should contain a tensor for \.backward\(\)"):
         rpc.RRef("text").backward()
     with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id' to be specified"):
         rpc.remote("worker1", add, (1, 1)).backward()

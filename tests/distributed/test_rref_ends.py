@@ -9,13 +9,14 @@ import pytest
 from telegrad import rpc
 from telegrad.errors import SerializationError, WorkerDied
 from telegrad.rref import References
-from tests.cluster import cluster
+from tests.cluster import cluster, process, serve
 from tests.distributed.test_rref import (
     Counter,
     _kept,
     add,
     all_empty,
     eventually,
+    fetch,
     fetch_kept,
     gated,
     keep,
@@ -71,6 +72,37 @@ def test_a_user_dies() -> None:
         eventually(lambda: all_empty(["worker0", "worker2", "worker3"]))
 
 
+@pytest.mark.slow
+def test_a_worker_is_started_again() -> None:
+    with cluster(3) as job:
+        mine = rpc.RRef("mine")
+        rpc.rpc_sync("worker1", keep, (mine,))
+        rpc.rpc_sync("worker2", keep, (rpc.remote("worker1", add, (1, 1)),))
+        theirs = rpc.remote("worker1", add, (2, 2))
+        before = rpc.rpc_sync("worker1", make_one)
+        job.kill("worker1")
+        eventually(lambda: rpc.rpc_sync("worker0", tables)["forks"] == 0)
+        job.processes[0] = process(serve, "worker1", 1, 3, job.meeting, {})
+        rpc.rpc_sync("worker1", add, (1, 1), retries=1, timeout=30)
+        after = rpc.rpc_sync("worker1", make_one)
+        assert str(after).split(", ForkId")[0] == str(before).split(", ForkId")[0]  # both count from 0
+        assert after.to_here() == "one"
+        for lost in (theirs, before):
+            with pytest.raises(WorkerDied, match="worker1"):
+                lost.to_here()
+        with pytest.raises(WorkerDied, match="worker1"):
+            rpc.rpc_sync("worker2", fetch_kept)
+        assert rpc.rpc_sync("worker1", fetch, (mine,)) == "mine"
+        assert rpc.rpc_sync("worker2", fetch, (after,)) == "one"
+        rpc.rpc_sync("worker2", let_go)
+        del mine, theirs, before, after, lost
+        eventually(lambda: all_empty(job.names))
+
+
+def make_one() -> "rpc.RRef[str]":
+    return rpc.RRef("one")
+
+
 def share_kept(to: str) -> None:
     rpc.rpc_sync(to, keep, (_kept[-1],))
 
@@ -96,7 +128,12 @@ def test_a_reference_after_shutdown(caplog: pytest.LogCaptureFixture) -> None:
 def test_values_still_named_at_the_end_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(References, "ignore_leaks", False)
     monkeypatch.setattr("telegrad.rref.closing._PATIENCE", 0.2)
-    with pytest.raises(RuntimeError, match=r"Leaking RRef: worker 'worker0'.*a int, by worker1"), cluster(2):
+    with pytest.raises(RuntimeError, match=r"Leaking RRef: worker 'worker0'.*a int, by worker1"):
+        leave_a_value_behind()
+
+
+def leave_a_value_behind() -> None:
+    with cluster(2):
         mine = rpc.RRef(5)
         rpc.rpc_sync("worker1", keep_and_never_release, (mine,))
 

@@ -20,10 +20,11 @@ _MOST_SHOWN = 10
 
 
 def before_shutdown(references: References) -> None:
-    """All workers have come to their graceful shutdown: nobody makes or sends references any more."""
+    """All workers have come to their graceful shutdown, and nobody makes or sends references any more; or, in a job
+    of open size, this one leaves alone, and the others are not waited for."""
+    alone = references.agent.world_size is None
     release_handles(references)
-    if references.watch(lambda: not references.used and not named(references), _PATIENCE):
-        return
+    references.watch(lambda: not references.used and (alone or not _named(references)), _PATIENCE)
     report = leak_report(references)
     if report and not references.ignore_leaks:
         raise RRefError(report)
@@ -46,7 +47,7 @@ def leak_report(references: References) -> str:
 def release_handles(references: References) -> None:
     """Delete all handles of other workers' values, and report those that the program still held."""
     references.sweep()
-    held = references.used.held()
+    held = references.look(references.used.held)
     if held:
         _report(references, [(owner, rref_id) for rref_id, _, owner in held])
     references.closed = True  # from here on a handle that is collected has been let go already
@@ -57,6 +58,10 @@ def release_handles(references: References) -> None:
 
 def named(references: References) -> list[Leak]:
     """The values of this worker that others name."""
+    return references.look(lambda: _named(references))
+
+
+def _named(references: References) -> list[Leak]:
     return [leak for leak in references.owned.leaks() if leak.forks]
 
 
@@ -65,7 +70,7 @@ def debug_info(references: References) -> dict[str, str]:
     values = named(references)
     return {
         "num_owner_rrefs": str(len(values)),
-        "num_pending_users": str(references.used.counts()["pending"]),
+        "num_pending_users": str(references.look(references.used.counts)["pending"]),
         "num_forks": str(sum(len(leak.forks) for leak in values)),
         "num_pending_futures": str(len(references.deadlines)),
     }
@@ -105,8 +110,7 @@ def _type_name(value: Outcome | None) -> str:
 
 
 def _describe(references: References, leak: Leak) -> str:
-    holders = (references.member(peer) for peer in set(leak.forks.values()))
-    names = ", ".join(sorted(member.name for member in holders if member is not None))
+    names = ", ".join(sorted(references.name_of(peer) for peer in set(leak.forks.values())))
     return f"{show_id(leak.rref_id)}, a {_type_name(references.values.get(leak.rref_id))}, by {names}"
 
 

@@ -78,8 +78,8 @@ class Creation:
     def _timeout_error(self) -> RpcTimeout:
         return RpcTimeout(
             f"RPC ran for more than set timeout ({round(self.timeout * 1000)} ms) and will now be marked with an "
-            f"error: RRef creation via rpc.remote({name_of(self._func)}) to worker {self._to.name!r} timed out, and the "
-            "value may never exist there. Pass a longer `timeout` if that is expected"
+            f"error: RRef creation via rpc.remote({name_of(self._func)}) to worker {self._to.name!r} timed out, and "
+            "the value may never exist there. Pass a longer `timeout` if that is expected"
         )
 
 

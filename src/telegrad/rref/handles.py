@@ -103,14 +103,11 @@ class UserHandle:
             )
         if self.creation is not None:
             self.creation.check()
-        died = references.lost.get(self.fork_id)
-        if died is not None or references.agent.is_dead(self.owner):
-            what = (
-                f"the value of {self} with it"
-                if died in (None, peer_of(self.owner))
-                else f"{self} came from it too late"
-            )
-            raise references.death_of(died or peer_of(self.owner), what)
+        owner = peer_of(self.owner)
+        died = references.lost.get(self.fork_id, owner if references.agent.is_dead(self.owner) else None)
+        if died is not None:
+            what = f"the value of {self} with it" if died == owner else f"{self} came from it too late"
+            raise references.death_of(died, what)
 
     def fetch(self, timeout: float) -> Any:
         """A copy of the value, asked of its owner."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from telegrad.errors import TelegradError, WorkerDied
+from telegrad.errors import RRefError, TelegradError, WorkerDied
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.blocking import blocking
@@ -93,8 +93,14 @@ class References:
 
     def death_of(self, peer: PeerId, what: str) -> WorkerDied:
         """The error for something that was lost with a worker."""
-        name = self._names.get(peer, f"with id {worker_id_of(peer)}")
+        name = self.name_of(peer)
         return WorkerDied(f"worker {name!r} is gone, and {what}. Make it again on a worker that lives", worker=name)
+
+    def name_of(self, peer: PeerId) -> str:
+        """The name of a worker, alive or dead."""
+        member = self.agent.directory.by_id(worker_id_of(peer))
+        known = member.name if member is not None and peer_of(member) == peer else None
+        return self._names.get(peer) or known or str(worker_id_of(peer))
 
     # --- deciding ---
 
@@ -123,6 +129,11 @@ class References:
         with self._changed:
             return self.values.setdefault(rref_id, Outcome())
 
+    def look(self, at: Callable[[], T]) -> T:
+        """What `at` finds in the tables, while they stand still."""
+        with self._changed:
+            return at()
+
     def watch(self, condition: Callable[[], bool], seconds: float | None) -> bool:
         """Wait until `condition` of the tables holds; False if it does not within `seconds` (None: for ever)."""
         with blocking(), self._changed:
@@ -145,13 +156,10 @@ class References:
                 value.fail(partial(self._never_made, action.rref_id, action.died))
 
     def _never_made(self, rref_id: RRefId, died: PeerId | None) -> BaseException:
-        creator = maker_of(rref_id)
         what = f"the value of reference {show_id(rref_id)} was never made"
         if died is not None:
             return self.death_of(died, what)
-        member = self.member(creator)
-        name = member.name if member is not None else worker_id_of(creator)
-        return TelegradError(f"{what}: worker {name!r} could not send the call that makes it")
+        return RRefError(f"{what}: worker {self.name_of(maker_of(rref_id))!r} could not send the call that makes it")
 
     def handle_gone(self, rref_id: RRefId, fork_id: ForkId | None) -> None:
         """A handle was garbage collected. Takes no lock: see the top of this file."""
@@ -232,6 +240,7 @@ class References:
 
     def worker_lost(self, member: Member) -> None:
         """An incarnation of a worker is gone for good."""
+        self._names[peer_of(member)] = member.name
         if not self.agent.closing:
             self.agent.crew.submit(partial(self._settle_death, member))
 
@@ -239,7 +248,6 @@ class References:
         # Whoever joined before the death may have handles from the dead, so all must be known before it is settled.
         self.agent.look_for_news()
         dead = peer_of(member)
-        self._names[dead] = member.name
         for other in self.agent.directory.members():
             if not self.agent.is_dead(other):
                 self.feed(self.owned.worker_joined, peer_of(other))
