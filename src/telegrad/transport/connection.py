@@ -8,6 +8,7 @@ business; nobody above sees them.
 import ctypes
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,8 +41,8 @@ class Connection:
         self._reader = FrameReader(heap.allocate, max_frame)
         self._write_lock = threading.Lock()
         self._lender = Lender() if stream.lane is not None else None
+        self._sharing = True  # until there turns out to be no shared memory
         self._borrower = Borrower()
-        self._announced: set[int] = set()
         self._outbox: deque[bytes] = deque()
         self.closed = False
 
@@ -86,10 +87,7 @@ class Connection:
 
     def send_encoded(self, frame: bytes, deadline: float | None = None) -> None:
         """Send a small frame that was encoded before."""
-        with self._write_lock:
-            if self._outbox or self._has_notices():
-                frame = b"".join((*self._notices(), *self._drain_outbox(), frame))
-            self.stream.send([frame], deadline, self.on_blocked)
+        self._write([frame], deadline)
 
     def flush(self, deadline: float | None = None) -> None:
         """Write what was held back."""
@@ -97,10 +95,24 @@ class Connection:
             self.send_encoded(b"", deadline)
 
     def _write(self, buffers: list[Any], deadline: float | None) -> None:
-        with self._write_lock:
+        """Write, after what was held back. TimeoutError at the deadline, also if another thread is still writing."""
+        if deadline is None:
+            self._write_lock.acquire()
+        elif not self._write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TimeoutError("another message is still being written to the peer, which does not take it in")
+        held: list[bytes] = []
+        try:
             if self._outbox or self._has_notices():
-                buffers = [b"".join((*self._notices(), *self._drain_outbox())), *buffers]
+                held = [*self._notices(), *self._drain_outbox()]
+                small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
+                buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
             self.stream.send(buffers, deadline, self.on_blocked)
+        except TimeoutError:
+            if not self.stream.broken:
+                self._outbox.extendleft(reversed(held))  # nothing was written: they wait for the next write
+            raise
+        finally:
+            self._write_lock.release()
 
     def _has_notices(self) -> bool:
         return self._borrower.has_released or (self._lender is not None and self._lender.has_retired)
@@ -130,7 +142,7 @@ class Connection:
         segments: Sequence[Segment],
     ) -> list[Any]:
         total = sum(s.nbytes for s in segments)
-        if total >= SHARE_FROM and self._lender is not None and self._lender.lent_bytes < LEND_LIMIT:
+        if total >= SHARE_FROM and self._sharing and self._lender is not None and self._lender.lent_bytes < LEND_LIMIT:
             table = self._fill_block(segments)
             if table is not None:
                 return [encode_prefix(kind, request_id, ack, message, tensors, table, len(payload)), payload]
@@ -153,12 +165,13 @@ class Connection:
         size = sum(align(s.nbytes) for s in segments)
         try:
             block = self._lender.take(size)
-            if block.number not in self._announced:
+            if block.fd >= 0:
                 self.stream.lane.announce(block.number, block.size, block.fd)
-                self._announced.add(block.number)
+                block.close()  # the peer has it now
         except OSError as error:
-            log.warning("no shared memory (%s): tensors to this peer go through its socket, which is slower", error)
-            self._lender = None
+            if self._sharing:
+                self._sharing = False
+                log.warning("no shared memory (%s): tensors to this peer go through its socket, which is slower", error)
             return None
         table, offset = [], 0
         for segment in segments:

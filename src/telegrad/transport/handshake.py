@@ -31,6 +31,11 @@ ACCEPTED = 0
 REFUSED = 1
 
 
+class Refused(AuthenticationError):
+    """A listener that proved itself does not want this caller: it leaves, is another incarnation, or holds the caller for
+    dead. A caller without the secret never gets so far: the listener's own proof fails first."""
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Who is calling, whom it wants, and on which of its links."""
 
@@ -103,7 +108,7 @@ class DiallerHandshake:
     def verdict(code: int, body: bytes) -> Welcome:
         """The listener's welcome; raises what it said if it refused."""
         if code != ACCEPTED:
-            raise AuthenticationError(f"it refused the connection: {body.decode('utf-8', 'replace')}")
+            raise Refused(f"it refused the connection: {body.decode('utf-8', 'replace')}")
         try:
             return _decode_welcome(body)
         except msgspec.DecodeError as error:

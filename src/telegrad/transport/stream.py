@@ -18,6 +18,7 @@ from telegrad.errors import ProtocolError
 
 Buffers = Sequence[Any]  # bytes-like objects
 _LANE = struct.Struct("<QQ")  # block number, size
+_TCP_INFO = struct.Struct("<56xI")  # of the kernel's record, up to the milliseconds since the last acknowledgement
 _IOV_MAX = 512
 _SOCKET_BUFFER = 4 * 2**20
 
@@ -27,6 +28,8 @@ class Stream(Protocol):
 
     kind: str
     lane: "Lane | None"
+    broken: bool  # a write was given up halfway: nothing can follow it, and the peer sees the end
+    last_written: float  # when the peer last made room for more, after it had made a writer wait
 
     def fileno(self) -> int:
         """The descriptor to wait on."""
@@ -39,6 +42,9 @@ class Stream(Protocol):
 
     def readable(self, seconds: float) -> bool:
         """Wait until there is something to read, at most `seconds`."""
+
+    def peer_host_answers(self, seconds: float) -> bool:
+        """Whether the peer's kernel confirmed something within `seconds`, whatever its process does."""
 
     def close(self) -> None:
         """End the stream at once."""
@@ -55,6 +61,8 @@ class SocketStream:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.kind = kind
         self.lane = lane
+        self.broken = False
+        self.last_written = 0.0
         self._socket = sock
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -71,7 +79,8 @@ class SocketStream:
         return bool(self._poll(seconds * 1000))
 
     def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
-        """Write all of `buffers`; calls `blocked` once if that has to wait. TimeoutError at the deadline."""
+        """Write all of `buffers`; calls `blocked` once if that has to wait. TimeoutError at the deadline, after which
+        the stream is `broken` if a part had been written."""
         sent = 0
         try:
             if len(buffers) == 1:
@@ -85,19 +94,27 @@ class SocketStream:
         remaining = [memoryview(b).cast("B") for b in buffers]
         self._drop(remaining, sent)
         if remaining:
-            self._send_slowly(remaining, deadline, blocked)
+            self._send_slowly(remaining, deadline, blocked, begun=sent > 0)
 
-    def _send_slowly(self, remaining: list[memoryview], deadline: float | None, blocked: Callable[[], None]) -> None:
+    def _send_slowly(
+        self, remaining: list[memoryview], deadline: float | None, blocked: Callable[[], None], begun: bool
+    ) -> None:
         announced = False
         while remaining:
             try:
                 self._drop(remaining, self._socket.sendmsg(remaining[:_IOV_MAX]))
+                begun = True
+                self.last_written = time.monotonic()
             except BlockingIOError:
                 if not announced:
                     announced = True
                     blocked()
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
+                    if begun:
+                        self.broken = True
+                        with contextlib.suppress(OSError):
+                            self._socket.shutdown(socket.SHUT_RDWR)
                     raise TimeoutError("the peer does not take in what is sent to it") from None
                 writable = select.poll()
                 writable.register(self._socket, select.POLLOUT)
@@ -114,6 +131,17 @@ class SocketStream:
         del remaining[:done]
         if sent:
             remaining[0] = remaining[0][sent:]
+
+    def peer_host_answers(self, seconds: float) -> bool:
+        """Whether the peer's kernel confirmed something within `seconds`, whatever its process does."""
+        if self._socket.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except (AttributeError, OSError):  # not Linux, or closed
+            return False
+        (milliseconds_since_ack,) = _TCP_INFO.unpack(info)
+        return bool(milliseconds_since_ack < seconds * 1000)
 
     def close(self) -> None:
         """End the stream at once. Both directions are shut first, so that threads waiting on it wake up."""
