@@ -414,6 +414,7 @@ def test_counts(clean: Cluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_nothing_grows(clean: Cluster, request: pytest.FixtureRequest) -> None:
     total = 100_000 if request.config.getoption("--hypothesis-profile") == "long" else 2_000
     for start in range(0, total, 100):
