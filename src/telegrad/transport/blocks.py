@@ -21,6 +21,12 @@ MIN_BLOCK = 64 * 1024
 IDLE_LIMIT = 512 * 2**20  # bytes of unused blocks that a pool keeps for later
 MAX_BLOCK = 64 * 2**30
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
 
 def block_size(nbytes: int) -> int:
     """The size class for `nbytes`: four steps to each power of two, so that at most a fifth is wasted."""
@@ -30,23 +36,39 @@ def block_size(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
+class Mapping:
+    """Mapped memory, of a file descriptor or of none. Not Python's `mmap`, which would hold a copy of the descriptor for
+    as long: a thousand blocks in use must not be a thousand open files. Unmapped when nobody refers to it any more."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+        if address == _MAP_FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, f"mapping {size} bytes: {os.strerror(error)}")
+        self.address: int = address
+        self.size = size
+        weakref.finalize(self, _libc.munmap, address, size).atexit = False
+
+
 class Block:
     """A mapping and the ctypes array type that gives out aliases of it."""
 
-    __slots__ = ("_array_type", "_keep", "address", "fd", "memory", "number", "size")
+    __slots__ = ("_array_type", "_mapping", "address", "fd", "number", "size")
 
-    def __init__(self, number: int, memory: mmap.mmap, size: int, fd: int = -1) -> None:
+    def __init__(self, number: int, size: int, fd: int = -1) -> None:
+        self._mapping = Mapping(fd, size)
         self.number = number
-        self.memory = memory
         self.size = size
         self.fd = fd
+        self.address = self._mapping.address
         self._array_type = ctypes.c_char * size
-        self._keep = self._array_type.from_buffer(memory)
-        self.address = ctypes.addressof(self._keep)
 
     def alias(self) -> Any:
         """A new ctypes array over the whole block; what is built on it keeps it, and it keeps the mapping."""
-        return self._array_type.from_buffer(self.memory)
+        array = self._array_type.from_address(self.address)
+        array.mapping = self._mapping  # type: ignore[attr-defined]
+        return array
 
     def close(self) -> None:
         """Close the descriptor. The mapping itself ends with its last alias."""
@@ -86,11 +108,10 @@ class Lender:
         fd = os.memfd_create("telegrad", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)
-            memory = mmap.mmap(fd, size)
+            block = Block(self._next, size, fd)
         except OSError:
             os.close(fd)
             raise
-        block = Block(self._next, memory, size, fd)
         self._next += 1
         return block
 
@@ -149,7 +170,9 @@ class Borrower:
         try:
             if not 0 < size <= MAX_BLOCK or size > os.fstat(fd).st_size:
                 raise ProtocolError(f"the peer announced block {number} with {size} bytes, more than it has")
-            self._blocks[number] = Block(number, mmap.mmap(fd, size), size)
+            block = Block(number, size, fd)
+            block.fd = -1
+            self._blocks[number] = block
         finally:
             os.close(fd)
 
@@ -220,7 +243,7 @@ class Heap:
         except IndexError:  # another thread took it
             block = None
         if block is None:
-            block = Block(0, mmap.mmap(-1, size), size)
+            block = Block(0, size)
         else:
             self._idle_bytes -= size
         alias = block.alias()
