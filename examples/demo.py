@@ -1,0 +1,151 @@
+"""Train a network that is split over three worker processes to read handwritten digits, and draw what happened.
+
+The first layers live on worker `stem`, the next on `trunk`. The weights of the last layer live on the parameter server
+`server`: the trainer, which is this process, fetches them in each step and uses them here. `backward` runs through all
+of it, and one optimizer steps on all three owners.
+
+    make demo            or: python examples/demo.py --epochs 5 --output demo-output
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import telegrad
+from telegrad import autograd, rpc
+from telegrad.optim import DistributedOptimizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+import demo_picture as picture
+
+HELD_OUT = 360
+BATCH = 64
+DRAWN_STEPS = 2
+WORKERS = ("trainer", "stem", "trunk", "server")
+
+
+class Stage(nn.Module):
+    """Some layers of the network, on the worker that owns them."""
+
+    def __init__(self, seed: int, *layers: nn.Module) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.Sequential(*layers)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.kaiming_uniform_(parameter, generator=generator)
+            parameter.register_hook(picture.backward_ends)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with picture.span("forward"):
+            y: Tensor = self.layers(x)
+        if y.requires_grad:
+            y.register_hook(picture.backward_begins)
+        return y
+
+    def references(self) -> list[rpc.RRef[nn.Parameter]]:
+        return [rpc.RRef(parameter) for parameter in self.parameters()]
+
+
+class ParameterServer(Stage):
+    """The last layer's weights, for whoever asks."""
+
+    def weights(self) -> list[Tensor]:
+        with picture.span("hand out weights"):
+            return list(self.parameters())
+
+
+class TimedAdam(torch.optim.Adam):
+    """Adam that appears in the picture."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        with picture.span("optimizer"):
+            super().step(closure)
+
+
+class Network:
+    """The network as the trainer sees it: three references."""
+
+    def __init__(self) -> None:
+        stem = (nn.Unflatten(1, (1, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+        self.stem = rpc.remote("stem", Stage, args=(0, *stem))
+        self.trunk = rpc.remote("trunk", Stage, args=(1, nn.Linear(256, 64), nn.ReLU()))
+        self.server = rpc.remote("server", ParameterServer, args=(2, nn.Linear(64, 10)))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        weights = self.server.rpc_async().weights()  # on its way while the others work
+        hidden = self.trunk.rpc_sync().forward(self.stem.rpc_sync().forward(images))
+        return F.linear(hidden, *weights.wait())
+
+    def references(self) -> list[rpc.RRef[nn.Parameter]]:
+        return [ref for part in (self.stem, self.trunk, self.server) for ref in part.rpc_sync().references()]
+
+
+def train_step(network: Network, optimizer: DistributedOptimizer, images: Tensor, labels: Tensor) -> float:
+    with autograd.context() as context_id:
+        with picture.span("forward and loss"):
+            loss = F.cross_entropy(network(images), labels)
+        picture.keep_graph(context_id, loss)
+        with picture.span("backward"):
+            autograd.backward(context_id, [loss])
+        with picture.span("step on all owners"):
+            optimizer.step(context_id)
+    return loss.item()
+
+
+def accuracy(network: Network, images: Tensor, labels: Tensor) -> float:
+    with torch.no_grad():
+        return (network(images).argmax(dim=1) == labels).float().mean().item()
+
+
+def show_progress(epoch: int, epochs: int, loss: float, held_out: float, begun: float) -> None:
+    done = round(24 * epoch / epochs)
+    bar = "#" * done + "." * (24 - done)
+    end = "\r" if sys.stdout.isatty() and epoch < epochs else "\n"
+    seconds = time.monotonic() - begun
+    print(
+        f"[{bar}] epoch {epoch}/{epochs}  loss {loss:.3f}  held-out {held_out:.1%}  {seconds:.0f} s",
+        end=end,
+        flush=True,
+    )
+
+
+def train(epochs: int, images: Tensor, labels: Tensor) -> None:
+    mixed = torch.randperm(len(labels))
+    held_out, seen = mixed[:HELD_OUT], mixed[HELD_OUT:]
+    network = Network()
+    optimizer = DistributedOptimizer(TimedAdam, network.references(), lr=3e-3)
+    begun = time.monotonic()
+    for epoch in range(1, epochs + 1):
+        for batch in seen[torch.randperm(len(seen))].split(BATCH):
+            loss = train_step(network, optimizer, images[batch], labels[batch])
+        show_progress(epoch, epochs, loss, accuracy(network, images[held_out], labels[held_out]), begun)
+    picture.start_recording(WORKERS)
+    for batch in seen.split(BATCH)[:DRAWN_STEPS]:
+        train_step(network, optimizer, images[batch], labels[batch])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a split network on digits and draw what happened.")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=Path("demo-output"))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    data = load_digits()
+    images, labels = torch.tensor(data.images, dtype=torch.float32) / 16, torch.tensor(data.target)
+    print("starting workers stem, trunk and server ...")
+    with telegrad.local_cluster(names=WORKERS):
+        train(options.epochs, images, labels)
+        for path in picture.draw(options.output, WORKERS):
+            print(f"see {path}")
+
+
+if __name__ == "__main__":
+    main()
