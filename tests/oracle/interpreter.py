@@ -137,7 +137,7 @@ def rounded(tensor: Tensor) -> list[float]:
 def run_body(where: Where, body: Body, values: list[Any], references: list[Any]) -> list[Tensor]:
     """All values of a body after its last step."""
     state = state_of(where)
-    values = values or [state.leaves["leaf 0"]]
+    values = [state.leaves["leaf 0"], *values]
     references = list(references)
     for number, step in enumerate(body):
         here = where._replace(path=f"{where.path}/{number}")

@@ -1,7 +1,8 @@
 """A distributed program as data: what each worker does, and from where backward passes start.
 
 Values are named by position, modulo how many there are, so every program that can be drawn can run, and so can every
-smaller one. Bodies of calls are programs of their own; they begin with the arguments and return their last values.
+smaller one. Bodies of calls are programs of their own; they begin with a leaf and the arguments, and return their last
+values.
 """
 
 from typing import NamedTuple, TypeAlias

@@ -26,9 +26,9 @@ from tests.oracle.program import (
 )
 
 MOST_WORKERS = 5
-_positions = st.integers(0, 5)
+_positions = st.integers(0, 4)
 _rarely = st.sampled_from([False] * 7 + [True])
-_arguments = st.lists(_positions, max_size=3).map(tuple)
+_arguments = st.lists(_positions, min_size=1, max_size=3).map(tuple)
 _simple: st.SearchStrategy[Step] = st.one_of(
     st.builds(Local, st.sampled_from(sorted(OPS)), _positions, _positions, _rarely),
     st.builds(Local, st.sampled_from(["add", "mul", "halves"]), _positions, _positions),
@@ -52,14 +52,16 @@ def programs(draw: st.DrawFn) -> Program:
 
 @st.composite
 def _segments(draw: st.DrawFn, workers: int) -> Segment:
+    calls = draw(st.lists(_calls(workers, depth=3), min_size=1, max_size=3))
     body = draw(_bodies(workers, depth=3, longest=6))
-    roots = draw(st.lists(_positions, min_size=1, max_size=3))
+    body = tuple(draw(st.permutations([*body, *calls])))
+    roots = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
     return Segment(body, tuple(roots), draw(_rarely))
 
 
 @st.composite
 def _bodies(draw: st.DrawFn, workers: int, depth: int, longest: int) -> Body:
-    least = draw(st.integers(0, longest // 2))
+    least = draw(st.sampled_from([0, longest // 2, longest - 1]))
     return tuple(draw(st.lists(_steps(workers, depth), min_size=least, max_size=longest)))
 
 
