@@ -36,6 +36,9 @@ from telegrad.wire.messages import AnyMessage, Barrier, ExceptionReply, Goodbye
 from telegrad.wire.tensors import describe, rebuild
 
 log = logging.getLogger("telegrad.rpc")
+failures = logging.getLogger(
+    "telegrad.rpc.failures"
+)  # of functions called from elsewhere, whose callers are told anyway
 
 Handler = Callable[[Request], None]
 
@@ -54,7 +57,7 @@ class OnReply(Protocol):
 CallHook = Callable[[WorkerId, AnyMessage, list[torch.Tensor]], tuple[AnyMessage, OnReply] | None]
 
 _NOTHING = Packed(b"", [])
-_FLUSH_SECONDS = 0.005
+_FLUSH_SECONDS = 0.001
 
 
 class Agent:
@@ -303,11 +306,15 @@ class Agent:
     def complete(self, slot: Slot) -> None:
         """Complete a slot from a thread that must not run a user's callbacks."""
         assert slot.complete is not None
-        if slot.future is not None and slot.future.has_callbacks and not self.closing:
-            complete = slot.complete
-            self.crew.submit(lambda: complete(slot))
-        else:
-            slot.complete(slot)
+        future = slot.future
+        if future is not None:
+            future.settling = True  # before looking: see `Future.add_done_callback`
+            if future.has_callbacks and not self.closing:
+                future.settling = False
+                complete = slot.complete
+                self.crew.submit(lambda: complete(slot))
+                return
+        slot.complete(slot)
 
     def _map_devices(self, member: Member, tensors: Sequence[Any]) -> list[Any]:
         device_map = self.options.device_maps.get(member.name, {})
@@ -371,6 +378,8 @@ class Agent:
 
     def fail(self, request: Request, error: BaseException) -> None:
         """Answer a request with an error."""
+        if failures.isEnabledFor(logging.INFO):
+            failures.info("On %s, for %s:", self.info, request.caller.info, exc_info=error)
         if request.frame.kind == Kind.NOTICE:
             log.warning("a %s of %s failed: %s", type(request.message).__name__, request.caller.name, error)
             return

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("telegrad.rpc")
 
 IDLE, ARMED, READING = "idle", "armed", "reading"
+_BURST = 16  # calls in flight from which on small ones may wait a moment to share a write
 
 
 class Link:
@@ -48,8 +49,6 @@ class Link:
         self.last_heard = 0.0
         self.quiet_since = 0.0  # since when something is expected, for the heartbeat
         self.sent = 0
-        self._ids = itertools.count(1)
-        self._last = 0
         self._function_numbers = itertools.count(1)
         self._connection: Connection | None = None
         self._dial_lock = threading.Lock()
@@ -116,16 +115,21 @@ class Link:
         `whole` is the message to use if it must be sent again and nothing sent before can be relied on.
         """
         connection = self.connection()
-        slot.request_id = self._last = next(self._ids)
         slot.resend = (whole or message, payload, tensors, segments)
         # Count before sending: the reply may come first.
-        if self.pending.add(slot):
+        ack, earliest = self.pending.admit(slot)
+        if earliest:
             self.agent.keeper.at(slot.deadline, self.expire)
-        ack = self.pending.lowest(slot.request_id)
         self.sent += 1
         deadline = None if slot.deadline == FOREVER else slot.deadline
+        # In a burst of calls nobody waits for yet, small ones share a write: the reader of replies sends them on.
+        hold = slot.complete is not None and not slot.attended and len(self.pending) > _BURST
         try:
-            connection.send(Kind.REQUEST, slot.request_id, ack, message, payload, tensors, segments, deadline=deadline)
+            connection.send(
+                Kind.REQUEST, slot.request_id, ack, message, payload, tensors, segments, deadline=deadline, hold=hold
+            )
+            if hold:
+                self.agent.flush_soon(connection)
         except TimeoutError:
             self.pending.take(slot.request_id)
             raise self.timeout_error(slot) from None
@@ -144,7 +148,7 @@ class Link:
         """Send a notice: it has no reply, and a dead worker does not need it. A lazy one goes with the next message."""
         try:
             connection = self.connection()
-            connection.send(Kind.NOTICE, 0, self.pending.lowest(0), message, hold=lazy)
+            connection.send(Kind.NOTICE, 0, self.pending.lowest(), message, hold=lazy)
             if lazy:
                 self.agent.flush_soon(connection)
         except (OSError, TelegradError):
@@ -229,7 +233,7 @@ class Link:
                     ready = connection.stream.readable(min(left, 3600.0))
                 if not ready:
                     continue
-            self._receive(connection, by_crew=False)
+            self._receive(connection)
 
     def _stop_reading(self, woken: bool = False) -> None:
         with self._lock:
@@ -264,15 +268,15 @@ class Link:
                 return
             self._state = READING
         try:
-            self._receive(connection, by_crew=True)
-            while self.pending and self._spinner.wait(connection.stream.readable) and not connection.closed:
-                self._receive(connection, by_crew=True)
+            self._receive(connection)
+            while not connection.closed and connection.stream.readable(0):
+                self._receive(connection)
         finally:
             self._stop_reading(woken=True)
 
     # --- receiving ---
 
-    def _receive(self, connection: Connection, by_crew: bool) -> None:
+    def _receive(self, connection: Connection) -> None:
         try:
             frames = connection.receive()
         except (OSError, ValueError):
@@ -286,11 +290,12 @@ class Link:
             return
         self.last_heard = time.monotonic()
         for frame in frames:
-            self._take(frame, by_crew)
+            self._take(frame)
             if frame.is_large:
                 self._acknowledge(connection)
+        self._flush(connection)
 
-    def _take(self, frame: Frame, by_crew: bool) -> None:
+    def _take(self, frame: Frame) -> None:
         if frame.kind == Kind.NOTICE:
             if type(frame.message) is Goodbye:
                 self.agent.said_goodbye(self.member)
@@ -300,23 +305,27 @@ class Link:
             self.agent.late_reply(frame, self.member)
             return
         slot.frame = frame
-        self._finish(slot, by_crew)
+        self._finish(slot)
+
+    def _flush(self, connection: Connection) -> None:
+        """Send what waited for company."""
+        try:
+            connection.flush()
+        except (OSError, ValueError):
+            log.debug("what was held back for %s goes over its next connection", self.member.name)
 
     def _acknowledge(self, connection: Connection) -> None:
         """A large reply came: let its sender forget the tensors now rather than with the next request."""
         try:
-            connection.send(Kind.NOTICE, 0, self.pending.lowest(self._last + 1), Ack())
+            connection.send(Kind.NOTICE, 0, self.pending.lowest(), Ack())
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self.member.name)
 
-    def _finish(self, slot: Slot, by_crew: bool) -> None:
+    def _finish(self, slot: Slot) -> None:
         slot.done = True
         if slot.complete is not None:
-            if by_crew:
-                slot.complete(slot)
-            else:
-                # Callbacks may run for long; this thread waits for a reply of its own.
-                self.agent.complete(slot)
+            # Callbacks may run for long, and may wait for another reply of this link; this thread reads it.
+            self.agent.complete(slot)
         if slot.wake is not None:
             try:
                 slot.wake.release()
@@ -354,7 +363,7 @@ class Link:
         connection = self._connection
         if connection is not None:
             try:
-                connection.send(Kind.NOTICE, 0, self.pending.lowest(0), Ping(), deadline=time.monotonic())
+                connection.send(Kind.NOTICE, 0, self.pending.lowest(), Ping(), deadline=time.monotonic())
             except (OSError, TimeoutError):
                 log.debug("a ping to %s could not be sent", self.member.name)
 
@@ -387,7 +396,7 @@ class Link:
                 self._connection = None
         for slot in self.pending.take_all():
             slot.error = ProtocolError(f"worker {self.member.name!r} broke the protocol during {slot.what()}: {error}")
-            self._finish(slot, by_crew=False)
+            self._finish(slot)
 
     def fail(self, error: WorkerDied) -> None:
         """The worker is gone for good."""
@@ -403,7 +412,7 @@ class Link:
     def _fail_all(self) -> None:
         for slot in self.pending.take_all():
             slot.error = self.died(slot)
-            self._finish(slot, by_crew=False)
+            self._finish(slot)
 
     def close(self) -> None:
         """End the link from this side; what still waits is told so."""

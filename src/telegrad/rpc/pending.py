@@ -4,6 +4,7 @@ A request leaves the table exactly once: by its reply, its deadline, or the end 
 takes it out completes it, so nothing is completed twice and a late reply finds nothing and is dropped.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -51,32 +52,49 @@ class Slot:
 
 
 class Pending:
-    """The table of one link. Dict operations are atomic under the GIL; whoever pops a slot owns its completion."""
+    """The table of one link. Taking out is atomic under the GIL: whoever pops a slot owns its completion."""
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
         self._next_deadline = FOREVER
+        self._lock = threading.Lock()  # numbers and enters in one step, so that `lowest` never skips one
+        self._last = 0
+        self._lowest = 1
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def add(self, slot: Slot) -> bool:
-        """Wait for a reply; True if this is now the earliest deadline of those not minded by a caller in person."""
-        self._slots[slot.request_id] = slot
-        if slot.complete is not None and slot.deadline < self._next_deadline:
-            self._next_deadline = slot.deadline
-            return True
-        return False
+    def admit(self, slot: Slot) -> tuple[int, bool]:
+        """Number a request and wait for its reply.
+
+        Returns the oldest request without a reply, and whether this deadline is now the earliest of those that no
+        caller minds in person.
+        """
+        with self._lock:
+            self._last += 1
+            slot.request_id = self._last
+            self._slots[self._last] = slot
+            lowest = self._lowest
+            while lowest not in self._slots and lowest < self._last:
+                lowest += 1
+            self._lowest = lowest
+            earliest = slot.complete is not None and slot.deadline < self._next_deadline
+            if earliest:
+                self._next_deadline = slot.deadline
+        return lowest, earliest
+
+    def lowest(self) -> int:
+        """The oldest request without a reply, or the next one to come: all before it were answered."""
+        with self._lock:
+            lowest = self._lowest
+            while lowest not in self._slots and lowest <= self._last:
+                lowest += 1
+            self._lowest = lowest
+        return lowest
 
     def take(self, request_id: int) -> Slot | None:
         """The slot of a reply; None if nobody waits for it any more."""
         return self._slots.pop(request_id, None)
-
-    def lowest(self, otherwise: int) -> int:
-        """The oldest request without a reply: all before it were answered."""
-        for request_id in self._slots:
-            return request_id
-        return otherwise
 
     def expired(self, now: float) -> tuple[list[Slot], float]:
         """Slots whose deadline passed, taken out; and when to look again."""
