@@ -20,6 +20,8 @@ from telegrad.wire.specs import PACKED_DTYPES
 
 # A range may hold this many times the bytes its tensors cover before copying them out becomes the cheaper way.
 _WASTE_LIMIT = 2
+# Fewer bytes than this are not worth a copy, so a small tensor arrives with the strides it had.
+_SMALL_WASTE = 1024
 # A dtype to carry the bits of any other of that size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -109,7 +111,8 @@ def _extent(position: int, tensor: Tensor) -> _Extent:
 
 def _is_dense_enough(extents: Sequence[_Extent]) -> bool:
     covered = max(e.high for e in extents) - extents[0].low
-    return covered <= _WASTE_LIMIT * sum(e.held for e in extents)
+    held = sum(e.held for e in extents)
+    return covered <= max(_WASTE_LIMIT * held, held + _SMALL_WASTE)
 
 
 def _clusters(extents: Sequence[_Extent]) -> Iterator[list[_Extent]]:
