@@ -366,7 +366,8 @@ def _import_by_name(module: str, name: str) -> Any:
             found = getattr(found, part)
     except AttributeError as error:
         raise SerializationError(
-            f"{name!r} was sent by name, but module {module!r} of the receiving worker has no such attribute; "
+            f"{name!r} was sent by name (the RPC pickler does not serialize the code of what both sides can import), "
+            f"but module {module!r} of the receiving worker has no such attribute; "
             + (
                 "its program differs from the sender's: define it in a module that both import"
                 if module == "__main__"
