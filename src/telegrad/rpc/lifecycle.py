@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from telegrad.errors import AlreadyInitialized, RendezvousError, ShutdownError, TelegradError, WorkerDied
-from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation
+from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation, generation_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.barrier import Book
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
@@ -130,9 +130,14 @@ def _generation(place: MeetingPlace, worker_id: int) -> int:
 
 
 def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | None) -> None:
+    generation = generation_of(member.incarnation)
+    # Who has been here this time, though it may have left again already: it is not waited for.
+    came: set[int] = set()
+
     def take(members: list[Member]) -> None:
         _check_clash(agent, members, member, world_size)
         agent.learn([m for m in members if m.worker_id != member.worker_id])
+        came.update(m.worker_id for m in members if generation_of(m.incarnation) >= generation)
 
     place.publish(member)  # before looking for clashes, so that both sides of one see it
     take(place.news())
@@ -141,7 +146,7 @@ def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | N
     wait_for_ranks(
         place,
         take,
-        lambda: {int(m.worker_id) for m in agent.directory.members()},
+        lambda: came | {int(m.worker_id) for m in agent.directory.members()},
         world_size,
         agent.options.rendezvous_timeout,
     )
