@@ -7,6 +7,7 @@ the reply itself and no other thread has to wake up for it.
 import asyncio
 import copy
 import logging
+import time
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
@@ -29,6 +30,7 @@ class Future(torch.futures.Future[T]):
         # Reads replies until this future is done; owned by the link, dropped at completion.
         self.help: Callable[[], None] | None = None
         self.has_callbacks = False
+        self.settling = False  # whether a thread that must not run callbacks is about to complete it
         self._failure: _Failure | None = None
 
     def wait(self) -> T:
@@ -44,6 +46,8 @@ class Future(torch.futures.Future[T]):
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> "Future[S]":
         """A future of what `callback` returns once this one is done."""
+        if not callable(callback):
+            raise TypeError(f"incompatible function arguments. A callback takes the future, got {callback!r}")
         child: Future[S] = Future(what=f"a callback on {self.what}")
 
         def run(_: object) -> None:
@@ -60,7 +64,11 @@ class Future(torch.futures.Future[T]):
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Run `callback` with this future when it is done; at once if it is."""
+        if not callable(callback):
+            raise TypeError(f"incompatible function arguments. A callback takes the future, got {callback!r}")
         self.has_callbacks = True
+        while self.settling and not self.done():  # a moment: the value is being unpacked
+            time.sleep(0)
         if self._failure is not None:
             self._failure.seen = True
         torch._C.Future.add_done_callback(self, lambda _: callback(self))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from telegrad.errors import ProtocolError
+from telegrad.errors import ProtocolError, TelegradError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.link import Link
 from telegrad.rpc.packing import pack_for, unpack_from
@@ -169,7 +169,7 @@ def run_call(
 
 def _when_done(func: Any, result: Any, done: Result, failed: Failure) -> None:
     if not isinstance(result, torch._C.Future):
-        raise TypeError(
+        raise TelegradError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
             f"but {getattr(func, '__qualname__', func)} returned {type(result).__name__}"
         )

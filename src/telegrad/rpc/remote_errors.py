@@ -33,7 +33,7 @@ class RemoteTraceback(Exception):
 def describe_exception(error: BaseException, here: WorkerInfo) -> tuple[Any, ...]:
     """The content of a failure reply: message, payload, tensor table and segments."""
     trace = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
-    text = f"On {here!r}:\n{_shown(repr, error)}\n{trace}"
+    text = f"On {here!r}:\n{trace}"
     message = ExceptionReply(here.name, type(error).__qualname__, _shown(str, error), text)
     try:
         packed = pack(error)
@@ -59,7 +59,10 @@ def rebuild_exception(message: ExceptionReply, payload: Any, tensors: list[torch
         except Exception:
             error = None  # its class does not exist here, or does not like to be rebuilt
     if not isinstance(error, Exception):
-        error = RemoteError(f"{message.type_name} on worker {message.worker!r}: {message.text}\n{message.traceback}")
+        error = RemoteError(
+            f"{message.type_name} on worker {message.worker!r}: {message.text}\n"
+            f"Its type cannot be rebuilt here. Original exception on remote side was:\n{message.traceback}"
+        )
     elif _speaks_by_its_text(error):
         error.args = (f"{error.args[0]}\n{message.traceback}",)
     else:
