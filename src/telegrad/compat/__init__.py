@@ -1,0 +1,29 @@
+"""Stand in for `torch.distributed.rpc` and `.autograd`, so that programs written for them run as they are.
+
+    import telegrad.compat
+    telegrad.compat.install()          # then import and run the program
+
+or, without touching it: `python -m telegrad.compat script.py args...`, which covers the processes it starts, too.
+
+Read `replace.py` (what is put in the place of what), then `rpc/` (torch's names over Telegrad's calls), then
+`__main__.py` and `children/` (how child processes come along).
+"""
+
+from typing import Any
+
+from telegrad.compat.replace import install, is_installed, uninstall
+from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
+
+__all__ = ["install", "is_installed", "make_backend_options", "rpc_backend", "uninstall"]
+
+
+def rpc_backend() -> Any:
+    """The backend to give to `init_rpc`."""
+    from telegrad.compat.rpc import backend_registry  # noqa: PLC0415 - as it is now: registering another replaces the enum
+
+    return backend_registry.BackendType["TENSORPIPE"]
+
+
+def make_backend_options(**options: Any) -> TensorPipeRpcBackendOptions:
+    """Options to give to `init_rpc`."""
+    return TensorPipeRpcBackendOptions(**options)

@@ -1,0 +1,94 @@
+"""Stands in for `torch.distributed.autograd`: Telegrad's contexts, and torch's private views of them."""
+
+from typing import Any
+
+from telegrad import engine
+from telegrad.autograd import context, get_gradients
+from telegrad.autograd.context import Context
+from telegrad.autograd.registry import current, registry
+from telegrad.engine import backward
+from telegrad.errors import ContextNotFound
+from telegrad.ids import MAX_LOCAL_ID, ContextId, make_id
+from telegrad.rpc.current import require_agent
+
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
+
+
+def is_available() -> bool:
+    """Whether distributed autograd can be used; always true where Telegrad can be imported."""
+    return True
+
+
+class DistAutogradContext:
+    """A context as torch shows it: what was sent, what was received, and to whom it is known."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __repr__(self) -> str:
+        return f"<DistAutogradContext of {self._context!r}>"
+
+    def _context_id(self) -> int:
+        return self._context.context_id
+
+    def _send_functions(self) -> dict[int, Any]:
+        """The Sends by message id; each has a `name()` and `next_functions`."""
+        return {**self._context.sends}
+
+    def _recv_functions(self) -> dict[int, Any]:
+        """The autograd nodes behind received tensors, by message id."""
+        return {message_id: recv.node for message_id, recv in list(self._context.recvs.items())}
+
+    def _known_worker_ids(self) -> set[int]:
+        """The other workers that have a part in this context."""
+        return {int(worker) for worker in self._context.participants} - {int(self._context.here)}
+
+
+def _current_context() -> DistAutogradContext:
+    """The context that the running code is in."""
+    found = current.get()
+    if found is None:
+        raise ContextNotFound(
+            "Trying to retrieve the current autograd context, but no autograd context is active here: "
+            "there is no valid autograd context set; use `with dist_autograd.context() as context_id:`"
+        )
+    return DistAutogradContext(found)
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    """A context by its id."""
+    return DistAutogradContext(registry().find(context_id))
+
+
+def _is_valid_context(context_id: int) -> None:
+    """Raise unless there is a context of this id here."""
+    registry().find(context_id)
+
+
+def _new_context() -> DistAutogradContext:
+    """Begin a context without `with`; it ends with `_release_context`."""
+    return _retrieve_context(context().__enter__())
+
+
+def _release_context(context_id: int) -> None:
+    """End a context here and on all workers that know it."""
+    ending = registry().find(context_id)
+    if current.get() is ending:
+        current.set(None)
+    engine.end_context(require_agent(), ContextId(context_id))
+
+
+def _get_max_id() -> int:
+    """The largest id a context of this worker can have."""
+    return make_id(registry().here, MAX_LOCAL_ID)
+
+
+def _init(worker_id: int) -> None:
+    """Called before a worker starts. Nothing is left to do: the contexts of a worker begin and end with its agent."""
+
+
+def _get_debug_info() -> dict[str, str]:
+    """Contexts and running passes of this worker, counted."""
+    contexts = registry().contexts()
+    passes = sum(context.waiting_for is not None for context in contexts)
+    return {"num_current_backward_passes": str(passes), "num_autograd_contexts": str(len(contexts))}

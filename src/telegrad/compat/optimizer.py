@@ -1,0 +1,5 @@
+"""Stands in for `torch.distributed.optim.optimizer`."""
+
+from telegrad.optim import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]
