@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from telegrad.errors import ProtocolError
+from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks import Borrower, Heap, Lender
 from telegrad.transport.stream import Stream
 from telegrad.wire.frames import INLINE, Frame, FrameReader, Kind, SegmentSpec, align, encode_prefix
@@ -38,6 +38,7 @@ class Connection:
     def __init__(self, stream: Stream, *, max_frame: int, on_blocked: Callable[[], None] = lambda: None) -> None:
         self.stream = stream
         self.on_blocked = on_blocked
+        self._max_frame = max_frame
         self._reader = FrameReader(heap.allocate, max_frame)
         self._write_lock = threading.Lock()
         self._lender = Lender() if stream.lane is not None else None
@@ -78,12 +79,22 @@ class Connection:
         else:
             small = b"".join(buffers) if sum(map(len, buffers)) <= _JOIN_UP_TO else None
         if small is None:
+            self._check_size(buffers)
             self._write(buffers, deadline)
         elif hold and len(self._outbox) < _HOLD_UP_TO:
             self._outbox.append(small)
         else:
             self.send_encoded(small, deadline)
         return small if not segments or buffers[-1] is not payload else None
+
+    def _check_size(self, buffers: Sequence[Any]) -> None:
+        """Refuse here what the peer would refuse: sent all the same, it would end the connection again and again."""
+        size = sum(map(len, buffers))
+        if size > self._max_frame:
+            raise SerializationError(
+                f"a message of {size} bytes is over the limit of {self._max_frame}; send it in parts, or raise "
+                "`max_message_bytes` in the options of all workers"
+            )
 
     def send_encoded(self, frame: bytes, deadline: float | None = None) -> None:
         """Send a small frame that was encoded before."""
