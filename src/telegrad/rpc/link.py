@@ -133,6 +133,9 @@ class Link:
         except TimeoutError:
             self.pending.take(slot.request_id)
             raise self.timeout_error(slot) from None
+        except SerializationError:
+            self.pending.take(slot.request_id)
+            raise
         except (OSError, ValueError):  # ValueError: closed by another thread meanwhile
             self._lost(connection)
             if self.dead is not None and self.pending.take(slot.request_id) is not None:
