@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from telegrad.errors import ProtocolError, RpcTimeout, TelegradError, WorkerDied
+from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.blocking import blocking
 from telegrad.rpc.pending import FOREVER, Pending, Slot
 from telegrad.rpc.spin import Spinner
