@@ -125,9 +125,10 @@ def test_nothing_works_before_the_beginning() -> None:
 
 def test_missing_ranks_are_named(meeting: str) -> None:
     start = time.monotonic()
-    with pytest.raises(RendezvousError, match=r"\[1, 3\].*did not come"), processes() as started:
+    with processes() as started:
         started.append(process(serve_forever, "worker2", 2, 4, meeting))
-        join("worker0", 0, 4, meeting, {"rendezvous_timeout": 1.5})
+        with pytest.raises(RendezvousError, match=r"\[1, 3\].*did not come"):
+            join("worker0", 0, 4, meeting, {"rendezvous_timeout": 1.5})
     assert time.monotonic() - start < 10
     with pytest.raises(NotInitialized):
         rpc.get_worker_info()
@@ -328,14 +329,14 @@ def test_a_worker_that_never_shuts_down_is_named(meeting: str) -> None:
 
 
 def test_not_graceful_ends_at_once() -> None:
-    with cluster(2):
+    with cluster(2) as job:
         future = rpc.rpc_async("worker1", hang)
         start = time.monotonic()
         rpc.shutdown(graceful=False)
         assert time.monotonic() - start < 3
         with pytest.raises(WorkerDied):
             future.wait()
-        join("again", 0, 1, f"file:///tmp/telegrad-test-{os.getpid()}-{time.monotonic_ns()}", {})
+        join("again", 0, 1, job.meeting + "-again", {})  # for the cluster to shut down
 
 
 def test_a_dead_worker_is_not_waited_for() -> None:
@@ -345,7 +346,7 @@ def test_a_dead_worker_is_not_waited_for() -> None:
         start = time.monotonic()
         rpc.shutdown(timeout=10)
         assert time.monotonic() - start < 8
-        join("again", 0, 1, f"file:///tmp/telegrad-test-{os.getpid()}-{time.monotonic_ns()}", {})
+        join("again", 0, 1, job.meeting + "-again", {})  # for the cluster to shut down
 
 
 # --- deaths ---

@@ -52,7 +52,12 @@ def forget() -> int:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.dtype, a.shape, a.requires_grad, a.layout) == (b.dtype, b.shape, b.requires_grad, b.layout) and torch.equal(
+    return (a.dtype, a.shape, a.requires_grad, a.layout) == (
+        b.dtype,
+        b.shape,
+        b.requires_grad,
+        b.layout,
+    ) and torch.equal(
         a.view(torch.uint8) if a.dtype.itemsize == 1 and a.dtype.is_floating_point else a,
         b.view(torch.uint8) if b.dtype.itemsize == 1 and b.dtype.is_floating_point else b,
     )

@@ -1,0 +1,339 @@
+"""Connections over pairs of sockets: messages both ways, shared blocks, and peers that send nonsense."""
+
+import array
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telegrad.errors import ProtocolError
+from telegrad.transport.connection import Connection
+from telegrad.transport.stream import Lane, SocketStream, make_lane_pair
+from telegrad.wire.frames import HEADER, INLINE, MAGIC, VERSION, Frame, Kind, SegmentSpec, encode_prefix
+from telegrad.wire.messages import Ack, Ping, PythonReply, ReleaseBlocks, RetireBlocks
+from telegrad.wire.tensors import describe, rebuild
+
+LIMIT = 2**32
+
+
+def make_pair(shared: bool = True) -> tuple[Connection, Connection]:
+    """Two ends of a connection in this process."""
+    a, b = socket.socketpair()
+    lanes = [Lane(s) for s in make_lane_pair()] if shared else [None, None]
+    return (
+        Connection(SocketStream(a, "unix", lanes[0]), max_frame=LIMIT),
+        Connection(SocketStream(b, "unix", lanes[1]), max_frame=LIMIT),
+    )
+
+
+@pytest.fixture(params=[True, False], ids=["shared", "socket"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Connection, Connection]]:
+    a, b = make_pair(request.param)
+    with closing(a), closing(b):
+        yield a, b
+
+
+def receive(connection: Connection, count: int) -> list[Frame]:
+    """Exactly `count` frames."""
+    frames: list[Frame] = []
+    deadline = time.monotonic() + 10
+    while len(frames) < count:
+        assert time.monotonic() < deadline
+        connection.stream.readable(1.0)
+        got = connection.receive()
+        assert got is not None, "the stream ended"
+        frames += got
+    assert len(frames) == count
+    return frames
+
+
+def send_tensor(connection: Connection, x: torch.Tensor, request_id: int = 1) -> None:
+    specs, segments = describe([x])
+    connection.send(Kind.REPLY, request_id, 0, PythonReply(), b"payload", specs, segments)
+
+
+def take_tensor(connection: Connection) -> torch.Tensor:
+    (frame,) = receive(connection, 1)
+    assert bytes(frame.payload) == b"payload"
+    (tensor,) = rebuild(frame.tensors, frame.buffers)
+    return tensor
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 8191, 8192, 20_000])
+def test_tensors_both_ways(pair: tuple[Connection, Connection], size: int) -> None:
+    for sender, receiver in (pair, pair[::-1]):
+        x = torch.arange(float(size))
+        send_tensor(sender, x)
+        y = take_tensor(receiver)
+        assert torch.equal(x, y)
+        y.fill_(-1)  # the receiver's own
+        assert not size or x[0] == 0
+
+
+def test_held_frames_leave_with_the_next(pair: tuple[Connection, Connection]) -> None:
+    a, b = pair
+    for i in range(5):
+        a.send(Kind.REPLY, i, 0, PythonReply(), hold=True)
+    assert not b.stream.readable(0)
+    a.send(Kind.REPLY, 5, 0, PythonReply())
+    assert [f.request_id for f in receive(b, 6)] == list(range(6))
+    a.send(Kind.REPLY, 6, 0, PythonReply(), hold=True)
+    a.flush()
+    assert receive(b, 1)[0].request_id == 6
+
+
+def test_the_end_of_a_stream(pair: tuple[Connection, Connection]) -> None:
+    a, b = pair
+    a.close()
+    assert b.stream.readable(1.0)
+    assert b.receive() is None
+    with pytest.raises(OSError):  # noqa: PT011 - which one depends on the platform
+        a.send(Kind.NOTICE, 0, 0, Ping())
+
+
+def test_a_peer_that_does_not_read_meets_the_deadline(pair: tuple[Connection, Connection]) -> None:
+    a, _ = pair
+    blocked: list[bool] = []
+    a.on_blocked = lambda: blocked.append(True)
+    with pytest.raises(TimeoutError):
+        a.send(Kind.NOTICE, 0, 0, Ping(), bytes(100_000_000), deadline=time.monotonic() + 0.05)
+    assert blocked
+    with pytest.raises(OSError):  # noqa: PT011 - part of a message is out: nothing may follow it
+        a.send(Kind.NOTICE, 0, 0, Ping())
+
+
+# --- shared blocks ---
+
+
+def test_blocks_go_back_when_the_storage_is_freed_and_are_used_again() -> None:
+    a, b = make_pair()
+    with closing(a), closing(b):
+        lender, borrower = a._lender, b._borrower
+        assert lender is not None
+        x = torch.ones(100_000)
+        addresses = set()
+        for _ in range(20):
+            send_tensor(a, x)
+            y = take_tensor(b)
+            view = y[10:20]
+            del y
+            assert borrower.in_use == 1  # a view keeps the storage
+            addresses.add(view.data_ptr())
+            del view
+            assert borrower.in_use == 0
+            b.send(Kind.NOTICE, 0, 0, Ping())  # what was released goes along
+            receive(a, 1)
+            assert lender.lent_bytes == 0
+        assert len(addresses) == 1
+        assert borrower.mapped == 1
+
+
+def test_blocks_in_use_are_not_written_to() -> None:
+    a, b = make_pair()
+    with closing(a), closing(b):
+        kept = []
+        for i in range(10):
+            send_tensor(a, torch.full((50_000,), float(i)))
+            kept.append(take_tensor(b))
+        assert [t[0].item() for t in kept] == list(range(10))
+        assert len({t.data_ptr() for t in kept}) == 10
+
+
+def test_tensors_outlive_their_connection() -> None:
+    a, b = make_pair()
+    send_tensor(a, torch.ones(100_000))
+    y = take_tensor(b)
+    a.close()
+    b.close()
+    assert y.sum() == 100_000
+    y.zero_()
+
+
+def test_without_shared_memory_it_says_so_once_and_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_pair()
+    with closing(a), closing(b):
+
+        def refuse(*_: object) -> int:
+            raise OSError("not permitted")
+
+        monkeypatch.setattr(os, "memfd_create", refuse)
+        for _ in range(3):
+            send_tensor(a, torch.ones(100_000))
+            assert take_tensor(b).sum() == 100_000
+        assert [r.getMessage() for r in caplog.records if "shared memory" in r.getMessage()] == [caplog.messages[0]]
+        assert len(caplog.records) == 1
+
+
+def test_descriptors_do_not_add_up() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    a, b = make_pair()
+    kept = []
+    for _ in range(100):
+        send_tensor(a, torch.ones(20_000))
+        kept.append(take_tensor(b))
+    assert len(os.listdir("/proc/self/fd")) < before + 10
+    a.close()
+    b.close()
+    del kept
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# --- nonsense ---
+
+
+def raw_frame(
+    message: object, segments: list[SegmentSpec] | None = None, data: bytes = b"", kind: Kind = Kind.NOTICE
+) -> bytes:
+    return encode_prefix(kind, 1, 0, message, (), segments or (), 0, len(data)) + data  # type: ignore[arg-type]
+
+
+NONSENSE = {
+    "a segment beyond the data": raw_frame(Ack(), [SegmentSpec(100, INLINE, 0)], b"x"),
+    "a negative length": raw_frame(Ack(), [SegmentSpec(-1, INLINE, 0)], b"x"),
+    "a negative offset": raw_frame(Ack(), [SegmentSpec(1, INLINE, -1)], b"x"),
+    "an overflowing segment": raw_frame(Ack(), [SegmentSpec(2**63 - 1, INLINE, 2**63 - 1)], b"x"),
+    "a block released that was not lent": raw_frame(ReleaseBlocks((5,))),
+    "http": b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_is_a_protocol_error(what: str) -> None:
+    raw, other = socket.socketpair()
+    lanes = make_lane_pair()
+    connection = Connection(SocketStream(other, "unix", Lane(lanes[0])), max_frame=LIMIT)
+    with closing(raw), closing(connection), closing(lanes[1]):
+        raw.sendall(NONSENSE[what])
+        connection.stream.readable(1.0)
+        with pytest.raises(ProtocolError):
+            connection.receive()
+
+
+def test_blocks_where_none_can_be() -> None:
+    raw, other = socket.socketpair()
+    connection = Connection(SocketStream(other, "unix", None), max_frame=LIMIT)
+    with closing(raw), closing(connection):
+        raw.sendall(raw_frame(Ack(), [SegmentSpec(1, 3, 0)]))
+        with pytest.raises(ProtocolError):
+            connection.receive()
+
+
+def _announce(lane: socket.socket, number: int, size: int, real: int) -> None:
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, real)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+        lane.sendmsg([number.to_bytes(8, "little") + size.to_bytes(8, "little")], [rights])
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("announced", "real", "segment"),
+    [
+        (4096, 100, SegmentSpec(10, 1, 0)),  # a mapping longer than its file would end the process
+        (0, 4096, SegmentSpec(10, 1, 0)),
+        (2**63, 4096, SegmentSpec(10, 1, 0)),
+        (4096, 4096, SegmentSpec(4097, 1, 0)),
+        (4096, 4096, SegmentSpec(10, 1, 4090)),
+    ],
+)
+def test_blocks_that_lie(announced: int, real: int, segment: SegmentSpec) -> None:
+    raw, other = socket.socketpair()
+    ours, theirs = make_lane_pair()
+    connection = Connection(SocketStream(other, "unix", Lane(ours)), max_frame=LIMIT)
+    with closing(raw), closing(connection), closing(theirs):
+        _announce(theirs, 1, announced, real)
+        raw.sendall(raw_frame(Ack(), [segment]))
+        with pytest.raises(ProtocolError):
+            connection.receive()
+
+
+def test_a_block_used_twice_before_its_release() -> None:
+    raw, other = socket.socketpair()
+    ours, theirs = make_lane_pair()
+    connection = Connection(SocketStream(other, "unix", Lane(ours)), max_frame=LIMIT)
+    with closing(raw), closing(connection), closing(theirs):
+        _announce(theirs, 1, 4096, 4096)
+        raw.sendall(raw_frame(Ack(), [SegmentSpec(10, 1, 0)]))
+        (frame,) = receive(connection, 1)
+        assert len(frame.buffers[0]) == 10
+        raw.sendall(raw_frame(Ack(), [SegmentSpec(10, 1, 0)]))
+        with pytest.raises(ProtocolError, match="twice"):
+            connection.receive()
+
+
+def test_a_block_nobody_announced() -> None:
+    raw, other = socket.socketpair()
+    ours, theirs = make_lane_pair()
+    lane = Lane(ours)
+    ours.settimeout(0.05)
+    connection = Connection(SocketStream(other, "unix", lane), max_frame=LIMIT)
+    with closing(raw), closing(connection), closing(theirs):
+        raw.sendall(raw_frame(Ack(), [SegmentSpec(10, 1, 0)]))
+        with pytest.raises(ProtocolError, match="not announced"):
+            connection.receive()
+
+
+# --- fuzz ---
+
+FRAMES_PER_EXAMPLE = 50
+
+
+@pytest.mark.chaos
+@given(seed=st.integers(0, 2**32))
+def test_fuzzed_frames(seed: int) -> None:
+    """Valid frames, damaged in every way: each is taken or refused with a ProtocolError; nothing else ever happens.
+
+    The long profile damages 100,000 frames."""
+    chance = random.Random(seed)
+    for _ in range(FRAMES_PER_EXAMPLE):
+        raw, other = socket.socketpair()
+        connection = Connection(SocketStream(other, "unix", None), max_frame=1_000_000)
+        with closing(raw), closing(connection):
+            raw.sendall(_damaged(chance))
+            raw.shutdown(socket.SHUT_WR)
+            try:
+                while (frames := connection.receive()) is not None:
+                    for frame in frames:
+                        rebuild(frame.tensors, frame.buffers)
+            except ProtocolError:
+                pass
+
+
+def _damaged(chance: random.Random) -> bytes:
+    """One to three frames with tensors, with bytes changed, cut out, put in, or lengths made to lie."""
+    specs, segments = describe([torch.arange(chance.randrange(20)), torch.ones(2, 3).t()])
+    a, b = socket.socketpair()
+    with closing(a), closing(b):
+        sender = Connection(SocketStream(a, "unix", None), max_frame=LIMIT)
+        for _ in range(chance.randint(1, 3)):
+            choice = chance.choice([PythonReply(), ReleaseBlocks((1, 2)), RetireBlocks((3,)), Ping()])
+            sender.send(chance.choice(list(Kind)), 1, 0, choice, b"payload", specs, segments)
+        raw = bytearray(b.recv(1_000_000))
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(raw))
+        match chance.randrange(5):
+            case 0:
+                raw[at] = chance.randrange(256)
+            case 1:
+                del raw[at : at + chance.randint(1, 30)]
+            case 2:
+                raw[at:at] = chance.randbytes(chance.randint(1, 30))
+            case 3:
+                del raw[at:]
+            case 4 if len(raw) >= HEADER.size:
+                lengths = [chance.choice([0, 1, 50, 2**16, 2**31]) for _ in range(3)]
+                HEADER.pack_into(raw, 0, MAGIC, VERSION, chance.randint(0, 5), *lengths, 1, 0)
+        if not raw:
+            raw = bytearray(b"\0")
+    return bytes(raw)

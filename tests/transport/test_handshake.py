@@ -1,0 +1,134 @@
+"""The handshake without a socket: who proves what, and what each wrong byte leads to."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
+from telegrad.transport.handshake import (
+    MAGIC,
+    MAX_HELLO,
+    PROTOCOL,
+    DiallerHandshake,
+    Hello,
+    ListenerHandshake,
+    Welcome,
+)
+
+HELLO = Hello(1, "worker1", 11, 0, 1, True, "main")
+WELCOME = Welcome(0, "worker0", 10, False, True, "main")
+SECRET = b"the job's secret"
+
+
+def test_both_prove_themselves() -> None:
+    dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
+    _feed_in_steps(listener, dialler.answer(listener.feed(dialler.opening), HELLO))
+    assert listener.hello == HELLO
+    raw = ListenerHandshake.welcome(WELCOME)
+    code, length = DiallerHandshake.verdict_length(raw[: DiallerHandshake.verdict_header_bytes])
+    assert DiallerHandshake.verdict(code, raw[DiallerHandshake.verdict_header_bytes :]) == WELCOME
+    assert length == len(raw) - DiallerHandshake.verdict_header_bytes
+
+
+def _feed_in_steps(listener: ListenerHandshake, raw: bytes, piece: int = 10_000) -> None:
+    while raw:
+        count = min(listener.needs, piece)
+        assert 0 < count <= MAX_HELLO
+        listener.feed(raw[:count])
+        raw = raw[count:]
+
+
+def test_byte_by_byte() -> None:
+    dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
+    answer = b"".join(listener.feed(dialler.opening[i : i + 1]) for i in range(len(dialler.opening)))
+    _feed_in_steps(listener, dialler.answer(answer, HELLO), piece=1)
+    assert listener.hello == HELLO
+
+
+def test_a_listener_without_the_secret_learns_nothing() -> None:
+    dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(b"wrong")
+    with pytest.raises(AuthenticationError, match="does not know this job's secret"):
+        dialler.answer(listener.feed(dialler.opening), HELLO)
+
+
+def test_a_dialler_without_the_secret_is_refused() -> None:
+    dialler, listener = DiallerHandshake(b"wrong"), ListenerHandshake(SECRET)
+    listener.feed(dialler.opening)
+    with pytest.raises(AuthenticationError, match="does not know this job's secret"):
+        listener.feed(b"\0" * listener.needs)
+
+
+def test_a_recorded_proof_is_worthless() -> None:
+    dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
+    recorded = dialler.answer(listener.feed(dialler.opening), HELLO)
+    again = ListenerHandshake(SECRET)
+    again.feed(dialler.opening)
+    with pytest.raises(AuthenticationError):
+        again.feed(recorded[: again.needs])
+
+
+def test_a_proof_cannot_be_reflected() -> None:
+    dialler = DiallerHandshake(SECRET)
+    with pytest.raises(AuthenticationError):
+        dialler.answer(dialler.opening + b"\0" * 32, HELLO)
+
+
+@pytest.mark.parametrize("opening", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"T", b"TG", MAGIC[:3] + b"X"])
+def test_strangers_are_known_by_their_first_bytes(opening: bytes) -> None:
+    listener = ListenerHandshake(SECRET)
+    if MAGIC.startswith(opening):
+        assert listener.feed(opening) == b""  # it may yet become one of ours
+    else:
+        with pytest.raises(ProtocolError, match="not this protocol"):
+            listener.feed(opening)
+
+
+def test_another_version() -> None:
+    opening = bytearray(DiallerHandshake(SECRET).opening)
+    opening[len(MAGIC)] = PROTOCOL + 1
+    with pytest.raises(ProtocolError, match=f"version {PROTOCOL + 1}"):
+        ListenerHandshake(SECRET).feed(bytes(opening))
+
+
+def test_a_hello_that_is_too_long_or_none() -> None:
+    for length in (0, MAX_HELLO + 1, 2**32 - 1):
+        dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
+        answer = dialler.answer(listener.feed(dialler.opening), HELLO)
+        forged = answer[: listener.needs - 4] + length.to_bytes(4, "little")
+        with pytest.raises(ProtocolError, match="hello"):
+            listener.feed(forged)
+
+
+@given(st.binary(min_size=1, max_size=100))
+def test_any_hello_is_taken_or_refused(body: bytes) -> None:
+    dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
+    answer = dialler.answer(listener.feed(dialler.opening), HELLO)
+    head = answer[: listener.needs - 4] + len(body).to_bytes(4, "little")
+    listener.feed(head)
+    try:
+        listener.feed(body)
+    except ProtocolError:
+        assert listener.hello is None
+    else:
+        assert listener.hello is not None
+
+
+@given(st.binary(max_size=300))
+def test_any_opening_is_taken_or_refused(raw: bytes) -> None:
+    listener = ListenerHandshake(SECRET)
+    try:
+        _feed_in_steps(listener, raw)
+    except TelegradError:
+        pass
+    assert listener.hello is None
+
+
+def test_refusals_are_said_in_words() -> None:
+    raw = ListenerHandshake.refusal(AuthenticationError("because"))
+    code, _ = DiallerHandshake.verdict_length(raw[: DiallerHandshake.verdict_header_bytes])
+    with pytest.raises(AuthenticationError, match="because"):
+        DiallerHandshake.verdict(code, raw[DiallerHandshake.verdict_header_bytes :])
+    with pytest.raises(ProtocolError, match="malformed"):
+        DiallerHandshake.verdict(0, b"\xc1")
+    with pytest.raises(ProtocolError, match="limit"):
+        DiallerHandshake.verdict_length(b"\0\xff\xff\xff\xff")
