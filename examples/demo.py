@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import demo_picture as picture
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -20,9 +21,6 @@ from torch.nn import functional as F  # noqa: N812
 import telegrad
 from telegrad import autograd, rpc
 from telegrad.optim import DistributedOptimizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-import demo_picture as picture
 
 HELD_OUT = 360
 BATCH = 64
@@ -40,13 +38,13 @@ class Stage(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.kaiming_uniform_(parameter, generator=generator)
-            parameter.register_hook(picture.backward_ends)
+            parameter.register_hook(picture.backward_ends)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         with picture.span("forward"):
             y: Tensor = self.layers(x)
         if y.requires_grad:
-            y.register_hook(picture.backward_begins)
+            y.register_hook(picture.backward_begins)  # type: ignore[no-untyped-call]
         return y
 
     def references(self) -> list[rpc.RRef[nn.Parameter]]:
@@ -123,11 +121,11 @@ def train(epochs: int, images: Tensor, labels: Tensor) -> None:
     optimizer = DistributedOptimizer(TimedAdam, network.references(), lr=3e-3)
     begun = time.monotonic()
     for epoch in range(1, epochs + 1):
-        for batch in seen[torch.randperm(len(seen))].split(BATCH):
+        for batch in torch.split(seen[torch.randperm(len(seen))], BATCH):
             loss = train_step(network, optimizer, images[batch], labels[batch])
         show_progress(epoch, epochs, loss, accuracy(network, images[held_out], labels[held_out]), begun)
     picture.start_recording(WORKERS)
-    for batch in seen.split(BATCH)[:DRAWN_STEPS]:
+    for batch in torch.split(seen, BATCH)[:DRAWN_STEPS]:
         train_step(network, optimizer, images[batch], labels[batch])
 
 
