@@ -17,7 +17,7 @@ from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.crew import Crew
 from telegrad.rpc.dialling import Acceptor, dial, main_fingerprint
 from telegrad.rpc.futures import Future
-from telegrad.rpc.health import Health
+from telegrad.rpc.health import REDIAL_SECONDS, Health
 from telegrad.rpc.keeper import Keeper
 from telegrad.rpc.link import Link
 from telegrad.rpc.options import RpcBackendOptions
@@ -29,16 +29,15 @@ from telegrad.rpc.session import Request, Session
 from telegrad.rpc.workers import Directory, Member, WorkerInfo
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.connection import Connection
-from telegrad.transport.handshake import Hello, Welcome
+from telegrad.transport.handshake import Hello, Refused, Welcome
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import AnyMessage, Barrier, ExceptionReply, Goodbye
 from telegrad.wire.tensors import describe, rebuild
 
 log = logging.getLogger("telegrad.rpc")
-failures = logging.getLogger(
-    "telegrad.rpc.failures"
-)  # of functions called from elsewhere, whose callers are told anyway
+# Of functions called from elsewhere; their callers are told anyway.
+failures = logging.getLogger("telegrad.rpc.failures")
 
 Handler = Callable[[Request], None]
 
@@ -118,7 +117,7 @@ class Agent:
     def find(self, to: str | int | WorkerInfo) -> Member:
         """The member meant by a name, an id or a WorkerInfo; asks the meeting place about one not yet known."""
         member = self._known(to)
-        if member is None and self.place is not None and not self.closing:
+        if (member is None or self.is_dead(member)) and self.place is not None and not self.closing:
             self.look_for_news()
             member = self._known(to)
         if member is None:
@@ -161,7 +160,11 @@ class Agent:
             if known is not None and known.incarnation != member.incarnation:
                 return
             if time.monotonic() >= deadline or self.closing:
-                raise self._dead[member.incarnation]
+                raise WorkerDied(
+                    f"worker {member.name!r} ended and was not started again within {seconds:g} s.",
+                    worker=member.name,
+                    incarnation=member.incarnation,
+                )
             time.sleep(0.02)
 
     # --- links ---
@@ -185,8 +188,12 @@ class Agent:
                 self._links[member.worker_id] = link
             return link
 
-    def dial(self, member: Member, number: int, on_blocked: Callable[[], None]) -> tuple[Connection, bool]:
-        """A new connection for a link, and whether functions of `__main__` must be sent whole over it."""
+    def dial(
+        self, member: Member, number: int, on_blocked: Callable[[], None], deadline: float
+    ) -> tuple[Connection, bool]:
+        """A new connection for a link, and whether functions of `__main__` must be sent whole over it.
+
+        WorkerDied if the worker does not answer, TimeoutError at the deadline of whoever asked for the connection."""
         hello = Hello(
             self.member.worker_id,
             self.info.name,
@@ -196,16 +203,26 @@ class Agent:
             self.options.shared_memory,
             self._main,
         )
-        deadline = time.monotonic() + self.options.connect_timeout
-        try:
-            connection, welcome = dial(member, hello, self._secret, self.options, deadline, on_blocked)
-        except (AuthenticationError, ProtocolError) as error:
-            raise type(error)(f"connecting to worker {member.name!r}: {error}") from error
-        except OSError as error:
-            if isinstance(error, WorkerDied):
+        last_try = time.monotonic() + self.options.connect_timeout
+        while True:
+            limit = min(deadline, last_try, time.monotonic() + self.health.patience)
+            try:
+                connection, welcome = dial(member, hello, self._secret, self.options, limit, on_blocked)
+            except Refused as error:
+                raise self.health.unreachable(member, error) from error
+            except (AuthenticationError, ProtocolError) as error:
+                raise type(error)(f"connecting to worker {member.name!r}: {error}") from error
+            except WorkerDied:
                 raise
-            raise self.health.unreachable(member, error) from error
-        return connection, welcome.main_module != self._main
+            except OSError as error:
+                now = time.monotonic()
+                if now >= deadline:
+                    raise TimeoutError(f"worker {member.name!r} could not be reached in time: {error}") from error
+                if now >= last_try or self.is_dead(member) or not self.health.may_answer_yet(member, error):
+                    raise self.health.unreachable(member, error) from error
+                time.sleep(REDIAL_SECONDS)
+            else:
+                return connection, welcome.main_module != self._main
 
     def links(self) -> list[Link]:
         """All links there are."""
@@ -399,6 +416,15 @@ class Agent:
             )
         if self.closing:
             raise AuthenticationError(f"worker {self.info.name!r} is shutting down")
+        if hello.incarnation in self._dead:
+            # What it had asked has been forgotten with it: to take it back could run a request twice.
+            raise AuthenticationError(
+                f"worker {self.info.name!r} holds {hello.name!r} for dead, after it closed or was silent for too long; "
+                "start it again"
+            )
+        known = self.directory.by_id(hello.worker_id)
+        if known is None or known.incarnation != hello.incarnation:
+            self.look_for_news()  # it was started, or started again, since the last look
         key = (hello.worker_id, hello.incarnation, hello.link)
         shared = hello.shared_memory and self.options.shared_memory
         return Welcome(
@@ -409,6 +435,9 @@ class Agent:
         key = (hello.worker_id, hello.incarnation, hello.link)
         with self._lock:
             session = self._sessions.get(key)
+            if hello.incarnation in self._dead:  # found dead between its welcome and now
+                connection.close()
+                return
             if session is None:
                 known = self.directory.by_id(hello.worker_id)
                 if known is None or known.incarnation != hello.incarnation:

@@ -2,6 +2,10 @@
 
 Pure: it is told of arrivals and of deaths, and says which barriers are complete. A worker that dies is no longer
 expected, so it holds nobody up.
+
+Barriers come in rounds, "name/0", "name/1" and so on to "name/left". The keeper itself may die when some have its
+answer and others have not: those are a round ahead when the next keeper begins its book, so whoever has reached a later
+round counts as having reached the earlier ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,13 +30,32 @@ class Book:
         the others with it."""
         wanted = set(expected)
         ready: list[tuple[Answer, int]] = []
-        for key in [k for k, arrived in self._arrived.items() if wanted <= arrived.keys()]:
+        for key in [k for k in self._arrived if wanted <= self._reached(k).keys()]:
+            total = sum(self._reached(key).values())
             arrived = self._arrived.pop(key)
-            total = sum(activity for activity, _ in arrived.values())
             in_order = sorted(arrived, key=lambda worker: worker == here)
             ready += [(arrived[worker][1], total) for worker in in_order]
         return ready
 
     def missing(self, key: str, expected: Iterable[str]) -> list[str]:
         """Who has not reached a barrier."""
-        return sorted(set(expected) - self._arrived.get(key, {}).keys())
+        return sorted(set(expected) - self._reached(key).keys())
+
+    def waiting(self) -> list[str]:
+        """The barriers at which somebody waits."""
+        return list(self._arrived)
+
+    def _reached(self, key: str) -> dict[str, int]:
+        """Who has reached a barrier, or a later round of it, with their activities."""
+        name, round_ = _round_of(key)
+        reached: dict[str, int] = {}
+        for other, arrived in self._arrived.items():
+            other_name, other_round = _round_of(other)
+            if other_name == name and other_round >= round_:
+                reached.update({worker: activity for worker, (activity, _) in arrived.items()})
+        return reached
+
+
+def _round_of(key: str) -> tuple[str, float]:
+    name, _, round_ = key.rpartition("/")
+    return name, float(round_) if round_.isdecimal() else float("inf")

@@ -9,6 +9,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ _ONCE = select.EPOLLIN | select.EPOLLONESHOT
 _END_ONLY = select.EPOLLRDHUP  # not armed: nothing but the end of the stream
 _IDLE_SECONDS = 10.0
 _KEEP_IDLE = 2
+_MOST_THREADS = 1024  # with those that wait for others; beyond, requests wait in their sockets
 
 
 class Crew:
@@ -110,7 +112,7 @@ class Crew:
     def _hire(self, beyond: bool = False) -> None:
         with self._lock:
             working = len(self._threads) - self._idle - self._sleeping
-            if self._closed or (not beyond and working > self._limit):
+            if self._closed or len(self._threads) >= _MOST_THREADS or (not beyond and working > self._limit):
                 return
             thread = threading.Thread(target=self._work, name=f"{self._name}-crew", daemon=True)
             self._threads.add(thread)
@@ -177,9 +179,10 @@ class Crew:
             threads = list(self._threads)
         os.eventfd_write(self._bell, 1)
         here = threading.current_thread()
+        deadline = time.monotonic() + timeout
         for thread in threads:
             if thread is not here and thread.ident is not None:  # one just hired, not yet started, ends by itself
-                thread.join(timeout if self._idle else 0.05)
+                thread.join(max(0.0, deadline - time.monotonic()) if self._idle else 0.0)
         self._handlers.clear()
         self._epoll.close()
         os.close(self._bell)

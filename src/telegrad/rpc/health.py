@@ -1,4 +1,4 @@
-"""Who lives: tells a lost connection from a lost worker, a slow worker from a dead one, and a stuck thread from a busy one.
+"""Who lives: tells a lost connection from a lost worker, a slow worker from a dead one, a stuck thread from a busy one.
 
 A connection that ends is dialled again at once: a living worker answers, a dead one's address refuses. A worker that
 owes an answer and says nothing is asked; one on this host that does not answer is looked up in the process table, so
@@ -6,15 +6,18 @@ that a process that is merely busy is left alone and a stopped one is not waited
 """
 
 import contextlib
+import functools
 import logging
 import time
 from typing import TYPE_CHECKING
 
-from telegrad.errors import AuthenticationError, TelegradError, WorkerDied
+from telegrad.errors import TelegradError, WorkerDied
+from telegrad.rpc.blocking import blocking
 from telegrad.rpc.link import Link
 from telegrad.rpc.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import UNIX, host_identity
+from telegrad.transport.handshake import Refused
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -24,7 +27,8 @@ log = logging.getLogger("telegrad.rpc")
 _WATCH_SECONDS = 0.002
 _QUIET_LOOKS = 25  # looks without activity after which the watch rests
 _STUCK_LOOKS = 10  # looks without progress after which the crew gets one more thread
-_REDIAL_SECONDS = 0.05
+_BUSY_FACTOR = 10  # how much longer a worker is waited for whose host answers though it does not itself
+REDIAL_SECONDS = 0.05
 
 
 class Health:
@@ -82,18 +86,39 @@ class Health:
             if not link.pending or link.dead is not None:
                 link.quiet_since = now
                 continue
-            silent = now - max(link.last_heard, link.quiet_since)
-            if silent > 3 * interval and not self._is_busy(link.member):
+            silent = now - link.silent_since()
+            if silent > self.patience and not self._is_excused(link, silent):
                 why = f"worker {link.member.name!r} has been silent for {silent:.1f} s and does not answer"
-                agent.crew.submit(lambda member=link.member, why=why: agent.lost(member, why))  # type: ignore[misc]
+                agent.crew.submit(functools.partial(agent.lost, link.member, why))
             elif silent > interval:
                 link.ping()
+        for session in agent.sessions():
+            if session.paused:
+                session.ping()
         agent.keeper.at(now + interval / 2, self._beat)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a worker may be silent before it counts as dead, unless it is known to be busy."""
+        heartbeat = self._agent.options.heartbeat
+        return 3 * max(heartbeat, 0.1) if heartbeat else self._agent.options.connect_timeout
+
+    def _is_excused(self, link: Link, silent: float) -> bool:
+        """Whether a silent worker is only busy, say in a long call into C that keeps Python's lock.
+
+        On this host the process table tells. Of another host only its kernel can be heard: while that confirms pings,
+        the network and the host are well, and the worker gets ten times as long."""
+        if self._is_here(link.member):
+            return self._is_busy(link.member)
+        return silent < _BUSY_FACTOR * self.patience and link.host_answers(self.patience)
+
+    def _is_here(self, member: Member) -> bool:
+        here = host_identity()
+        return any(a.kind == UNIX and a.host == here for a in member.addresses)
 
     def _is_busy(self, member: Member) -> bool:
         """Whether a silent worker is known to be running all the same: only the process table of its host can tell."""
-        here = host_identity()
-        if not any(a.kind == UNIX and a.host == here for a in member.addresses):
+        if not self._is_here(member):
             return False
         with contextlib.suppress(OSError, IndexError):
             with open(f"/proc/{member.pid}/stat") as stat:
@@ -101,7 +126,19 @@ class Health:
             return state not in "TtZX"
         return False
 
-    def unreachable(self, member: Member, error: OSError) -> WorkerDied:
+    def may_answer_yet(self, member: Member, error: OSError) -> bool:
+        """Whether dialling again can help: not if nobody listens any more, nor if its process is stopped."""
+        if isinstance(error, TimeoutError):
+            return not self._is_here(member) or self._is_busy(member)
+        return not isinstance(error, ConnectionRefusedError | FileNotFoundError)
+
+    def not_reached(self, member: Member, error: WorkerDied) -> None:
+        """A worker could not be dialled: give it up if that is final."""
+        cause = error.__cause__
+        if isinstance(cause, Refused) or (isinstance(cause, OSError) and not self.may_answer_yet(member, cause)):
+            self._agent.lost(member, f"worker {member.name!r} is gone: {cause}")
+
+    def unreachable(self, member: Member, error: Exception) -> WorkerDied:
         """The error for a worker that does not answer at its addresses."""
         return WorkerDied(
             f"worker {member.name!r} does not answer at {', '.join(a.where for a in member.addresses)} ({error}). "
@@ -113,21 +150,17 @@ class Health:
     def revive(self, link: Link) -> None:
         """Replace the lost connection of a link, or find that its worker is dead."""
         agent = self._agent
-        deadline = time.monotonic() + 3 * max(agent.options.heartbeat, 0.1)
+        deadline = time.monotonic() + self.patience
         while not agent.closing and link.dead is None:
             try:
-                link.resume()
+                link.resume(max(deadline, time.monotonic() + REDIAL_SECONDS))
                 return
-            except AuthenticationError as error:
-                agent.lost(link.member, f"worker {link.member.name!r} is gone: {error}")
-            except WorkerDied as error:
-                refused = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
-                if refused or time.monotonic() >= deadline:
-                    agent.lost(
-                        link.member, f"worker {link.member.name!r} ended: its connection closed and {error.__cause__}"
-                    )
+            except (WorkerDied, TimeoutError) as error:
+                if time.monotonic() < deadline or self._is_busy(link.member):
+                    with blocking():
+                        time.sleep(REDIAL_SECONDS)
                 else:
-                    time.sleep(_REDIAL_SECONDS)
+                    agent.lost(link.member, f"worker {link.member.name!r} is gone: its connection closed, and {error}")
             except TelegradError as error:
                 agent.lost(link.member, f"worker {link.member.name!r} cannot be reached again: {error}")
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("telegrad.rpc")
 
 IDLE, ARMED, READING = "idle", "armed", "reading"
+KEPT_NOTICES = 256  # sent again over a new connection
+_MOST_UNACKNOWLEDGED = 256  # replies that the worker may have to remember for a caller that asks nothing more
+_LOOK_AGAIN_SECONDS = 1.0
 _BURST = 16  # calls in flight from which on small ones may wait a moment to share a write
 
 
@@ -50,6 +53,9 @@ class Link:
         self.quiet_since = 0.0  # since when something is expected, for the heartbeat
         self.sent = 0
         self._function_numbers = itertools.count(1)
+        self._notice_ids = itertools.count(1)
+        self._notices: deque[tuple[int, AnyMessage]] = deque(maxlen=KEPT_NOTICES)
+        self._unacknowledged = 0  # replies since the last request or acknowledgement
         self._connection: Connection | None = None
         self._dial_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -73,25 +79,42 @@ class Link:
 
     # --- sending ---
 
-    def connection(self) -> Connection:
-        """The connection, made if there is none yet."""
+    def connection(self, deadline: float = FOREVER) -> Connection:
+        """The connection, made if there is none yet. TimeoutError at the deadline, WorkerDied if nobody answers."""
         connection = self._connection
         if connection is not None:
             return connection
         if self.dead is not None:
             raise self.dead
-        with blocking(), self._dial_lock:
-            return self._connection if self._connection is not None else self._dial()
+        with blocking():
+            left = -1.0 if deadline == FOREVER else max(0.0, deadline - time.monotonic())
+            if not self._dial_lock.acquire(timeout=left):
+                raise TimeoutError(f"worker {self.member.name!r} is still being dialled")
+            try:
+                return self._connection if self._connection is not None else self._dial(deadline)
+            except WorkerDied as error:
+                problem = error
+            finally:
+                self._dial_lock.release()
+        self.agent.health.not_reached(self.member, problem)  # without the lock: it may end this link
+        raise self.dead if self.dead is not None else problem
 
-    def _dial(self) -> Connection:
-        """Dial, and send what has no reply yet: the worker knows by the ids what it has already run."""
+    def _dial(self, deadline: float) -> Connection:
+        """Dial, and send what may not have arrived: the worker knows by the ids what it has already taken."""
         if self.dead is not None:
             raise self.dead
-        connection, self.main_by_value = self.agent.dial(self.member, self.number, self._writing_waits)
+        connection, self.main_by_value = self.agent.dial(self.member, self.number, self._writing_waits, deadline)
+        # Not for longer than a silent worker is waited for: the lock held here is needed to give it up.
+        limit = time.monotonic() + self.agent.health.patience
         try:
+            for number, notice in list(self._notices):
+                connection.send(Kind.NOTICE, number, 0, notice, deadline=limit)
             for slot in self.pending.snapshot():
                 message, payload, tensors, segments = slot.resend
-                connection.send(Kind.REQUEST, slot.request_id, 0, message, payload, tensors, segments)
+                connection.send(Kind.REQUEST, slot.request_id, 0, message, payload, tensors, segments, deadline=limit)
+        except (OSError, ValueError) as error:
+            connection.close()
+            raise self.agent.health.unreachable(self.member, error) from error
         except BaseException:
             connection.close()
             raise
@@ -114,13 +137,19 @@ class Link:
 
         `whole` is the message to use if it must be sent again and nothing sent before can be relied on.
         """
-        connection = self.connection()
+        try:
+            connection = self.connection(slot.deadline)
+        except WorkerDied:
+            raise
+        except TimeoutError:
+            raise self.timeout_error(slot) from None
         slot.resend = (whole or message, payload, tensors, segments)
         # Count before sending: the reply may come first.
         ack, earliest = self.pending.admit(slot)
         if earliest:
             self.agent.keeper.at(slot.deadline, self.expire)
         self.sent += 1
+        self._unacknowledged = 0
         deadline = None if slot.deadline == FOREVER else slot.deadline
         # In a burst of calls nobody waits for yet, small ones share a write: the reader of replies sends them on.
         hold = slot.complete is not None and not slot.attended and len(self.pending) > _BURST
@@ -138,6 +167,8 @@ class Link:
             raise
         except (OSError, ValueError):  # ValueError: closed by another thread meanwhile
             self._lost(connection)
+        if connection.closed:
+            self._send_over_next(connection, Kind.REQUEST, slot.request_id, 0, *slot.resend)
             if self.dead is not None and self.pending.take(slot.request_id) is not None:
                 raise self.died(slot) from None
         if slot.complete is not None and not slot.attended:
@@ -148,14 +179,38 @@ class Link:
         self._arm()
 
     def notify(self, message: AnyMessage, lazy: bool = False) -> None:
-        """Send a notice: it has no reply, and a dead worker does not need it. A lazy one goes with the next message."""
+        """Send a notice: it has no reply, and a dead worker does not need it. A lazy one goes with the next message.
+
+        The latest are kept, since nobody says which have arrived, and sent again over the next connection."""
+        number = next(self._notice_ids)
+        self._notices.append((number, message))
         try:
             connection = self.connection()
-            connection.send(Kind.NOTICE, 0, self.pending.lowest(), message, hold=lazy)
+        except TelegradError:
+            log.debug("a notice to %s was not delivered: %s", self.member.name, message)
+            return
+        try:
+            connection.send(Kind.NOTICE, number, self.pending.lowest(), message, hold=True)
             if lazy:
                 self.agent.flush_soon(connection)
-        except (OSError, TelegradError):
-            log.debug("a notice to %s was not delivered: %s", self.member.name, message)
+            else:
+                connection.flush(deadline=time.monotonic() + self.agent.health.patience)
+        except TimeoutError:
+            log.debug("%s does not take in a notice; it goes with the next message", self.member.name)
+        except (OSError, ValueError):
+            self._lost(connection)
+        if connection.closed:
+            self._send_over_next(connection, Kind.NOTICE, number, 0, message)
+
+    def _send_over_next(self, old: Connection, *frame: Any) -> None:
+        """What was sent over `old` as that ended is lost, unless the next dial is still to come and sends it again."""
+        with self._dial_lock:
+            connection = self._connection
+        if connection is not None and connection is not old:
+            try:
+                connection.send(*frame)
+            except (OSError, ValueError):
+                self._lost(connection)
 
     def farewell(self, message: AnyMessage) -> None:
         """Tell the worker that this one leaves, if it can be told without waiting."""
@@ -233,7 +288,8 @@ class Link:
                 if left <= 0:
                     return
                 with blocking():
-                    ready = connection.stream.readable(min(left, 3600.0))
+                    # Not for ever: the descriptor may be closed, and its number used again, before this sleeps.
+                    ready = connection.stream.readable(min(left, _LOOK_AGAIN_SECONDS))
                 if not ready:
                     continue
             self._receive(connection)
@@ -292,9 +348,10 @@ class Link:
             self._lost(connection)
             return
         self.last_heard = time.monotonic()
+        self._unacknowledged += len(frames)
         for frame in frames:
             self._take(frame)
-            if frame.is_large:
+            if frame.is_large or self._unacknowledged > _MOST_UNACKNOWLEDGED:
                 self._acknowledge(connection)
         self._flush(connection)
 
@@ -313,14 +370,17 @@ class Link:
     def _flush(self, connection: Connection) -> None:
         """Send what waited for company."""
         try:
-            connection.flush()
+            connection.flush(deadline=time.monotonic())  # this thread reads: it must not wait until the worker does
+        except TimeoutError:
+            self.agent.flush_soon(connection)
         except (OSError, ValueError):
             log.debug("what was held back for %s goes over its next connection", self.member.name)
 
     def _acknowledge(self, connection: Connection) -> None:
-        """A large reply came: let its sender forget the tensors now rather than with the next request."""
+        """A large reply came, or many: let their sender forget them now rather than with the next request."""
+        self._unacknowledged = 0
         try:
-            connection.send(Kind.NOTICE, 0, self.pending.lowest(), Ack())
+            connection.send(Kind.NOTICE, 0, self.pending.lowest(), Ack(), hold=True)  # flushed by the reader
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self.member.name)
 
@@ -361,6 +421,16 @@ class Link:
         if again != FOREVER:
             self.agent.keeper.at(again, self.expire)
 
+    def silent_since(self) -> float:
+        """When the worker was last heard, or took in more of what is being written to it."""
+        connection = self._connection
+        return max(self.last_heard, self.quiet_since, 0.0 if connection is None else connection.stream.last_written)
+
+    def host_answers(self, seconds: float) -> bool:
+        """Whether the worker's kernel confirmed a ping within `seconds`, though the worker itself says nothing."""
+        connection = self._connection
+        return connection is not None and connection.stream.peer_host_answers(seconds)
+
     def ping(self) -> None:
         """The keeper: ask whether the worker lives."""
         connection = self._connection
@@ -384,9 +454,9 @@ class Link:
                     self._state = IDLE
         self.agent.link_lost(self)
 
-    def resume(self) -> None:
-        """Replace a lost connection."""
-        self.connection()
+    def resume(self, deadline: float) -> None:
+        """Replace a lost connection. TimeoutError at the deadline."""
+        self.connection(deadline)
         if self.pending:
             self._arm()
 

@@ -131,7 +131,8 @@ def wait_for_ranks(
         if not missing:
             return
         try:
-            fresh = place.wait_for_news(deadline)
+            # Briefly: a record may be read elsewhere, by a thread to which its worker introduces itself.
+            fresh = place.wait_for_news(min(deadline, time.monotonic() + _LONGEST_PAUSE))
         except RuntimeError as error:
             raise RendezvousError(
                 f"the meeting place closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"

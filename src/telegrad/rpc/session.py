@@ -10,11 +10,13 @@ again over a new connection is answered from memory, or left to the thread that 
 
 import logging
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import ProtocolError
 from telegrad.rpc.blocking import local
+from telegrad.rpc.link import KEPT_NOTICES
 from telegrad.rpc.spin import Spinner
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.rpc")
+
+# Requests of one caller that are taken and not answered. Those that occupy a thread are bounded by the crew; this
+# bounds the others, coroutines and functions that return futures, and what they hold.
+MOST_RUNNING = 4096
 
 
 class Session:
@@ -42,6 +48,8 @@ class Session:
         self._running: dict[int, type] = {}  # what is being served, by request id
         self._replies: dict[int, tuple[Any, ...]] = {}  # sent, but not yet known to have arrived
         self._acked = 0
+        self._noticed: dict[int, None] = {}  # notices taken lately, oldest first: one may come again
+        self.paused = False  # so much is running that no more is read
         self._holds = False  # whether a reply waits for those of the requests behind it
         self._spinner = Spinner()
 
@@ -60,7 +68,8 @@ class Session:
 
     def attach(self, connection: Connection) -> None:
         """Serve this connection, the first one or one that replaces a lost one."""
-        old, self.connection = self.connection, connection
+        with self._lock:
+            old, self.connection = self.connection, connection
         if old is not None:
             self._detach(old)
         connection.on_blocked = self._writing_waits
@@ -85,7 +94,7 @@ class Session:
     def _serve(self, turn: "SessionTurn", connection: Connection) -> None:
         inbox = self._inbox
         while True:
-            while inbox:
+            while inbox and not self._is_full():
                 frame = inbox.popleft()
                 turn.count += 1
                 turn.running = True
@@ -94,6 +103,9 @@ class Session:
                     turn.running = False
                     if self._turn is not turn:
                         return  # another thread went on while this one was busy
+            if self.paused:
+                turn.give_up()
+                return
             try:
                 frames = connection.receive()
                 if not frames and frames is not None:
@@ -126,10 +138,27 @@ class Session:
             self._flush(connection)
         except (OSError, ValueError):
             log.debug("replies to %s wait for its next connection", self.member.name)
-        if self._inbox:
+        if self.paused:
+            self._resume()
+        elif self._inbox:
             self.agent.crew.submit(self.ready)
         else:
             self.agent.crew.arm(connection.stream.fileno())
+
+    def _is_full(self) -> bool:
+        """Whether to read no further: then the socket fills, and the caller waits as it would for a slower worker."""
+        if len(self._running) >= MOST_RUNNING:
+            self.paused = True
+        return self.paused
+
+    def _resume(self) -> None:
+        """Go on reading if there is room again."""
+        with self._lock:
+            resumes = self.paused and self._turn is None and len(self._running) < MOST_RUNNING
+            if resumes:
+                self.paused = False
+        if resumes:
+            self.agent.crew.submit(self.ready)
 
     def relieve(self) -> bool:
         """The keeper: if the same request has been running since the last look, let another thread serve.
@@ -157,17 +186,30 @@ class Session:
                 self._send((Kind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
                 self.agent.caller_said_goodbye(self.member)
-            elif type(frame.message) is not Ack:  # an Ack has said all by its header
+            elif type(frame.message) is not Ack and self._is_news(frame):  # an Ack has said all by its header
                 self.agent.serve(Request(self, frame))
             return
         request_id = frame.request_id
-        if request_id in self._running:
-            return
-        if request_id in self._replies:
-            self._send_again(self._replies[request_id])
-            return
-        self._running[request_id] = type(frame.message)
-        self.agent.serve(Request(self, frame))
+        with self._lock:  # the same request may come twice, from two connections, to two threads
+            if request_id < self._acked or request_id in self._running:
+                return
+            reply = self._replies.get(request_id)
+            if reply is None:
+                self._running[request_id] = type(frame.message)
+        if reply is None:
+            self.agent.serve(Request(self, frame))
+        else:
+            self._send_again(reply)
+
+    def _is_news(self, frame: Frame) -> bool:
+        """Whether a notice has not been taken before."""
+        with self._lock:
+            known = frame.request_id in self._noticed
+            if frame.request_id:
+                self._noticed[frame.request_id] = None
+                while len(self._noticed) > 4 * KEPT_NOTICES:
+                    del self._noticed[next(iter(self._noticed))]
+        return not known
 
     def _forget_replies(self, ack: int) -> None:
         self._acked = ack
@@ -184,6 +226,8 @@ class Session:
         # kept as bytes, so that no tensor outlives its reply; a large reply is acknowledged at once by the caller.
         self._replies[request_id] = reply = (kind, request_id, *content)
         self._running.pop(request_id, None)
+        if self.paused:
+            self._resume()
         encoded = self._send(reply, lazy)
         if encoded is not None and request_id in self._replies:
             self._replies[request_id] = (encoded,)
@@ -231,13 +275,27 @@ class Session:
             current = self.connection is connection
             if current:
                 self.connection = None
+            newer = self.connection
         self._detach(connection)
+        if newer is not None:  # it came while this thread was busy with the old one, and its first event found no taker
+            self.agent.crew.arm(newer.stream.fileno())
         if current:
             self.agent.session_lost(self)
 
     def _detach(self, connection: Connection) -> None:
-        self.agent.crew.forget(connection.stream.fileno())
-        connection.close()
+        with self._lock:
+            if not connection.closed:  # once only: the number of its descriptor may be another's by now
+                self.agent.crew.forget(connection.stream.fileno())
+                connection.close()
+
+    def ping(self) -> None:
+        """The keeper: let the caller know that this worker lives, though it reads nothing at the moment."""
+        connection = self.connection
+        if connection is not None:
+            try:
+                connection.send(Kind.NOTICE, 0, 0, Ping(), deadline=time.monotonic())
+            except (OSError, ValueError):
+                log.debug("%s could not be told that this worker lives", self.member.name)
 
     def farewell(self, message: AnyMessage) -> None:
         """Tell the caller that this worker leaves, if it can be told without waiting."""
