@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.registry import current, registry
+from telegrad.autograd.registry import current, registry, within
 from telegrad.errors import AutogradError
 from telegrad.ids import ContextId
 
@@ -30,8 +30,10 @@ def __getattr__(name: str) -> Any:
 class context:  # noqa: N801 - the name torch's users write
     """`with context() as context_id:` records the calls made inside, for `backward(context_id, ...)`.
 
-    With `strict` it is an error to send a tensor that requires grad to a call that does not record it: under
-    `torch.no_grad()`, its gradient would be lost without a word.
+    A call outside any context records nothing, so the gradients of what it sends are lost without a word; usually
+    because it is made in a thread that was started within the block, and such a thread begins outside of it. While a
+    context with `strict` is open, sending a tensor that requires grad from this worker outside any context is an error.
+    Under `torch.no_grad()` nothing is recorded either, but that is said in so many words, and is none.
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -70,12 +72,12 @@ def registry_or_none() -> Any:
 def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tensor, Tensor]:
     """Gradients that passes over a context have left on this worker, by the leaf they belong to.
 
-    With `worker`, those of another worker, as a list of (leaf, gradient) copies keyed by the received leaf.
+    With `worker`, those of another worker: copies of its leaves, and of their gradients.
     """
     if worker is not None:
         rpc = importlib.import_module("telegrad.rpc")
-        pairs = rpc.rpc_sync(worker, _gradient_pairs, args=(ContextId(context_id),))
-        return dict(pairs)
+        with within(None):  # a question about the context is no part of it
+            return dict(rpc.rpc_sync(worker, _gradient_pairs, args=(ContextId(context_id),)))
     found = registry().find(context_id)
     found.check_usable()
     return dict(found.gradients)

@@ -47,6 +47,7 @@ def record_call(
     """The hook on calls going out."""
     context = current.get()
     if context is None:
+        _check_strict(registry, to, tensors)
         return None
     if not torch.is_grad_enabled():
         return message, _WithoutGrad()
@@ -56,6 +57,17 @@ def record_call(
     metadata = _record_send(registry, context, to, tensors)
     context.participants.add(to)
     return RpcWithAutograd(metadata, message), _Recorded(context, to, metadata.message_id)
+
+
+def _check_strict(registry: Registry, to: WorkerId, tensors: list[Tensor]) -> None:
+    """Outside any context nothing is recorded. While a strict one is open, that is taken for a mistake."""
+    strict = registry.strict_context()
+    if strict is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise AutogradError(
+            f"a tensor that requires grad was about to be sent to worker {to} outside any context, while the strict "
+            f"context {strict} is open: its gradient would be lost. Make the call in the block of the context (a new "
+            "thread begins outside of it), or send the tensor detached"
+        )
 
 
 class _WithoutGrad:

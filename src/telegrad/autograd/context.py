@@ -29,10 +29,9 @@ class Snapshot(NamedTuple):
 class Context:
     """One worker's part of one distributed autograd context."""
 
-    def __init__(self, context_id: ContextId, here: WorkerId, strict: bool = False) -> None:
+    def __init__(self, context_id: ContextId, here: WorkerId) -> None:
         self.context_id = context_id
         self.here = here
-        self.strict = strict
         self.sends: dict[MessageId, SendNode] = {}
         self.recvs: dict[MessageId, RecvNode] = {}
         # Messages whose tensors nobody here can use: their Recv is still to be made, or never will be, since the call

@@ -44,6 +44,7 @@ class Registry:
         self._message_ids: Iterator[int] = count_from(self.here, self.first_number)
         self._lock = threading.Lock()
         self._contexts: dict[ContextId, Context] = {}
+        self._strict: dict[ContextId, None] = {}  # those of this worker's own that are strict
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
         self._ended: dict[ContextId, None] = {}
 
@@ -56,9 +57,15 @@ class Registry:
 
     def open(self, strict: bool = False) -> Context:
         """A new context of this worker's own."""
-        context = Context(ContextId(next(self._context_ids)), self.here, strict)
+        context = Context(ContextId(next(self._context_ids)), self.here)
         self._contexts[context.context_id] = context
+        if strict:
+            self._strict[context.context_id] = None
         return context
+
+    def strict_context(self) -> ContextId | None:
+        """A strict context that is open on this worker, if there is one."""
+        return next(iter(self._strict), None) if self._strict else None
 
     def join(self, context_id: ContextId) -> Context:
         """The context a call belongs to; begun here if this is the first call in it that reaches this worker."""
@@ -92,6 +99,7 @@ class Registry:
             self._ended[context_id] = None
             while len(self._ended) > _ENDED_MEMORY:
                 del self._ended[next(iter(self._ended))]
+            self._strict.pop(context_id, None)
             context = self._contexts.pop(context_id, None)
         if context is not None:
             context.clear()

@@ -314,6 +314,6 @@ def _ignore(slot: Slot) -> None:
 def _to_send(gradient: Tensor) -> Tensor:
     """A gradient as it is cheapest to send: a small one in the plainest form; a large expanded one stays expanded."""
     gradient = gradient.detach()
-    if gradient.nbytes <= _SMALL and gradient.layout is torch.strided:
+    if gradient.layout is torch.strided and gradient.nbytes <= _SMALL:
         return gradient.contiguous()
     return gradient
