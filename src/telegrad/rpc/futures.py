@@ -127,19 +127,6 @@ def _without_traceback(error: BaseException) -> BaseException:
     return fresh
 
 
-def _afresh(error: BaseException) -> BaseException:
-    """A copy to raise, since what is raised gathers frames; the error itself where it cannot be copied."""
-    try:
-        made = copy.copy(error)
-    except Exception:
-        return error
-    if type(made) is not type(error):
-        return error
-    made.__cause__ = error.__cause__
-    made.__suppress_context__ = error.__suppress_context__
-    return made
-
-
 class _Failure:
     """Whether anybody looked at the error of a failed future."""
 
