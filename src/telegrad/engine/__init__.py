@@ -22,4 +22,5 @@ def install(agent: Agent) -> None:
     agent.handlers[AbortPass] = service.serve_abort
     agent.handlers[CleanupAutogradContext] = lambda request: serve_cleanup(agent, request)
     agent.on_death.append(service.lost)
+    agent.wait_sources.append(service.waits)
     install_rref_backward(agent)

@@ -68,15 +68,16 @@ class Pass:
 
     def waiting_for(self) -> list[str]:
         """The Sends that have not been heard, by the worker they wait for."""
-        local = self._local
-        if self.finished:
-            return []
-        if local is None:
+        if not self.finished and self._local is None:
             return ["its own start"]
-        name = self.service.name_of
-        return [
-            f"worker {name(self._sends[key].peer)!r} (message {key})" for key in local.waiting_for if key in self._sends
-        ]
+        return [f"worker {self.service.name_of(peer)!r} (message {key})" for key, peer in self.unheard()]
+
+    def unheard(self) -> list[tuple[MessageId, WorkerId]]:
+        """The Sends that have not been heard, and the worker each waits for."""
+        local, sends = self._local, self._sends
+        if self.finished or local is None:
+            return []
+        return [(key, sends[key].peer) for key in local.waiting_for if key in sends]
 
     # --- beginning ---
 

@@ -120,6 +120,15 @@ class Service:
         with self._lock:
             return list(self._passes.values())
 
+    def waits(self) -> list[tuple[str, int]]:
+        """What the passes here wait for, and the worker of each."""
+        waits = []
+        for pass_ in self.passes():
+            what = f"backward of context {pass_.context.context_id}, begun by {self.name_of(pass_.root)}"
+            for message_id, peer in pass_.unheard():
+                waits.append((f"{what}, waits for {self.name_of(peer)} (message {message_id})", int(peer)))
+        return waits
+
     def forget(self, context_id: ContextId) -> None:
         """The context has ended: so have its passes."""
         with self._lock:

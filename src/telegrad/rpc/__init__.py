@@ -13,6 +13,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.lifecycle import init_rpc, shutdown
 from telegrad.rpc.options import RpcBackendOptions, as_timeout
+from telegrad.rpc.waits import debug_waits
 from telegrad.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "RRef",
     "RpcBackendOptions",
     "WorkerInfo",
+    "debug_waits",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",

@@ -87,6 +87,8 @@ class Agent:
         self.extensions: dict[type[Any], Any] = {}  # what layers above keep for this agent
         self.before_shutdown: list[Callable[[], None]] = []
         self.on_close: list[Callable[[], None]] = []
+        # What layers wait for, beside requests: each in words, with the id of the worker that can end it, or -1.
+        self.wait_sources: list[Callable[[], list[tuple[str, int]]]] = []
         self.missing_at: Callable[[str], list[str]] = lambda _: []
         self.world_size: int | None = None
         self.event_loop: Any = None  # for coroutines; made by the first
@@ -253,7 +255,9 @@ class Agent:
         tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
         if tensors and any(t.device for t in tensors):
             tensors = self._map_devices(member, tensors)
-        slot = Slot(what, timeout, time.monotonic() + timeout if timeout else FOREVER)
+        now = time.monotonic()
+        slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
+        slot.since = now
         slot.complete = complete
         slot.future = future
         slot.attended = attended

@@ -23,6 +23,7 @@ from telegrad.rpc.invoke import serve_call
 from telegrad.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
 from telegrad.rpc.rendezvous import MeetingPlace, open_store, wait_for_ranks
 from telegrad.rpc.session import Request
+from telegrad.rpc.waits import install as install_waits
 from telegrad.rpc.workers import Member, check_id, check_name
 from telegrad.transport.addresses import Listeners
 from telegrad.wire.messages import Barrier, BarrierReply, PythonCall
@@ -213,6 +214,18 @@ def _register(agent: Agent) -> None:
     def forget_dead(_: Member) -> None:
         agent.crew.submit(settle)
 
+    def waits() -> list[tuple[str, int]]:
+        ids = {m.name: int(m.worker_id) for m in agent.directory.members()}
+        with book_lock:
+            keys = book.waiting()
+        return [
+            (f"barrier {key!r}, which it keeps, waits for {name}", ids.get(name, -1))
+            for key in keys
+            for name in agent.missing_at(key)
+        ]
+
+    agent.wait_sources.append(waits)
+    install_waits(agent)
     agent.handlers[Barrier] = serve_barrier
     agent.on_death.append(forget_dead)
     agent.missing_at = lambda key: book.missing(

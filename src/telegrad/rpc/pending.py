@@ -26,6 +26,7 @@ class Slot:
         "future",
         "request_id",
         "resend",
+        "since",
         "timeout",
         "wake",
         "what",
@@ -35,6 +36,7 @@ class Slot:
         self.what = what  # says in words what was asked; called for errors only
         self.timeout = timeout
         self.deadline = deadline
+        self.since = 0.0  # when it was asked
         self.request_id = 0
         self.frame: Frame | None = None
         self.error: BaseException | None = None

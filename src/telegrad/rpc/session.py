@@ -45,7 +45,7 @@ class Session:
         self._lock = threading.Lock()
         self._turn: SessionTurn | None = None
         self._inbox: deque[Frame] = deque()
-        self._running: dict[int, type] = {}  # what is being served, by request id
+        self._running: dict[int, tuple[type, float]] = {}  # what is being served and since when, by request id
         self._replies: dict[int, tuple[Any, ...]] = {}  # sent, but not yet known to have arrived
         self._acked = 0
         self._noticed: dict[int, None] = {}  # notices taken lately, oldest first: one may come again
@@ -63,8 +63,11 @@ class Session:
 
     def under_way(self) -> list[str]:
         """What is being served, in words; those who wait at a barrier are not served but waited for."""
-        kinds = list(self._running.values())
-        return [f"a {kind.__name__} of worker {self.member.name!r}" for kind in kinds if kind is not Barrier]
+        return [f"a {kind.__name__} of worker {self.member.name!r}" for kind, _ in self.served() if kind is not Barrier]
+
+    def served(self) -> list[tuple[type, float]]:
+        """The messages of the requests being served, and since when."""
+        return list(self._running.values())
 
     def attach(self, connection: Connection) -> None:
         """Serve this connection, the first one or one that replaces a lost one."""
@@ -195,7 +198,7 @@ class Session:
                 return
             reply = self._replies.get(request_id)
             if reply is None:
-                self._running[request_id] = type(frame.message)
+                self._running[request_id] = (type(frame.message), time.monotonic())
         if reply is None:
             self.agent.serve(Request(self, frame))
         else:

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import secrets
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +23,13 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     kind: str  # "unix" or "tcp"
     host: str  # for unix: the identity of the host, since the path means nothing elsewhere
-    where: str  # a path, or a port
+    where: str  # a path, "@name" for a Linux socket that is in no file system, or a port
 
 
 def host_identity() -> str:
-    """What two processes share exactly if they can reach each other's Unix sockets: the boot and its network."""
+    """What two processes share exactly if they can reach each other's Unix sockets and see each other's process ids."""
     parts = []
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/mnt"):
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/mnt", "/proc/self/ns/pid"):
         with contextlib.suppress(OSError):
             parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
     return "|".join(parts) or socket.gethostname()
@@ -51,11 +53,16 @@ class Listeners:
             raise
 
     def _listen_unix(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="telegrad-")
-        path = os.path.join(self._folder, "s")
+        # Where there are sockets without a file, a worker that is killed leaves nothing behind. Anyone on the host may
+        # dial one, as with TCP: the handshake decides.
+        if sys.platform == "linux":
+            path = f"@telegrad-{secrets.token_hex(16)}"
+        else:
+            self._folder = tempfile.mkdtemp(prefix="telegrad-")
+            path = os.path.join(self._folder, "s")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sockets.append(sock)
-        sock.bind(path)
+        sock.bind(_unix_name(path))
         sock.listen(_BACKLOG)
         sock.setblocking(False)
         self.addresses.append(Address(UNIX, host_identity(), path))
@@ -78,6 +85,10 @@ class Listeners:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _unix_name(where: str) -> str:
+    return f"\0{where[1:]}" if where.startswith("@") else where
+
+
 def reachable(addresses: Sequence[Address], transports: Sequence[str]) -> list[Address]:
     """The addresses to try, best first."""
     here = host_identity()
@@ -92,7 +103,7 @@ def connect(address: Address, timeout: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout)
-            sock.connect(address.where)
+            sock.connect(_unix_name(address.where))
         except BaseException:
             sock.close()
             raise

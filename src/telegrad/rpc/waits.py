@@ -1,0 +1,169 @@
+"""What a worker waits for, in words: the answer to "why does it hang?", here or along the chain across workers.
+
+    w0 call 17 to w2: forward() on worker 'w2', for 12.1 s
+      w2 backward of context 5, begun by w0, waits for w1 (message 3)
+        w1 serves a PythonCall of w2, for 11.9 s
+
+Each layer says what it waits for, and for whom; `chains` ties the answers of all workers together, and is pure.
+"""
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from telegrad.errors import TelegradError
+from telegrad.rpc.current import current_agent, require_agent
+from telegrad.rpc.session import Request
+from telegrad.wire.messages import DebugWaits, WaitsReply
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+
+_ANSWER_SECONDS = 2.0
+_NOBODY = -1
+_DEEPEST = 16
+
+
+class Wait(NamedTuple):
+    """One thing that a worker waits for, and the id of the worker that can end it."""
+
+    text: str
+    worker_id: int = _NOBODY
+
+
+def debug_waits(cluster: bool = False) -> str:
+    """What this worker waits for, one line each; with `cluster` followed across workers to where it ends.
+
+    It asks nothing of the code that hangs: a worker is described by its tables, and one that does not answer within two
+    seconds is said not to. SIGUSR1 prints the same, unless the program has a use of its own for that signal.
+    """
+    agent = require_agent()
+    if not cluster:
+        lines = [wait.text for wait in waits_of(agent)]
+        return "\n".join(lines) or f"worker {agent.info.name!r} waits for nothing"
+    names = {int(member.worker_id): member.name for member in agent.directory.members()}
+    answers: dict[int, Sequence[Wait] | None] = {**_ask_all(agent), int(agent.info.id): waits_of(agent)}
+    lines = chains(names, answers, int(agent.info.id))
+    others = [i for i in sorted(names) if i != agent.info.id and not any(names[i] in line for line in lines)]
+    for worker_id in others:
+        lines += chains(names, answers, worker_id)
+    return "\n".join(lines) or "no worker waits for anything"
+
+
+def waits_of(agent: "Agent") -> list[Wait]:
+    """What the worker of an agent waits for."""
+    now = time.monotonic()
+    waits = [
+        Wait(
+            f"call {slot.request_id} to {link.member.name}: {slot.what()}, for {now - slot.since:.1f} s",
+            link.member.worker_id,
+        )
+        for link in agent.links()
+        for slot in link.pending.snapshot()
+        if type(slot.resend[0]) is not DebugWaits
+    ]
+    for session in agent.sessions():
+        for kind, since in session.served():
+            if kind is not DebugWaits:
+                waits.append(Wait(f"serves a {kind.__name__} of {session.member.name}, for {now - since:.1f} s"))
+    for source in agent.wait_sources:
+        waits += [Wait(*wait) for wait in source()]
+    return waits
+
+
+def chains(names: Mapping[int, str], answers: Mapping[int, Sequence[Wait] | None], start: int) -> list[str]:
+    """The waits of worker `start`, each followed to the worker it waits for, and on. Pure."""
+    lines: list[str] = []
+
+    def follow(worker_id: int, path: tuple[int, ...]) -> None:
+        indent = "  " * len(path)
+        name = names.get(worker_id, str(worker_id))
+        waits = answers.get(worker_id)
+        if worker_id in path:
+            lines.append(f"{indent}{name} again: they wait for each other")
+        elif waits is None:
+            lines.append(f"{indent}{name} does not answer")
+        elif not waits and path:
+            lines.append(f"{indent}{name} waits for nothing: its answer is on the way, or was never asked for")
+        elif len(path) < _DEEPEST:
+            followed: set[int] = set()
+            for wait in waits:
+                lines.append(f"{indent}{name} {wait.text}")
+                if wait.worker_id != _NOBODY and wait.worker_id not in followed:
+                    followed.add(wait.worker_id)  # once: what a worker waits for is the same whoever waits for it
+                    follow(wait.worker_id, (*path, worker_id))
+
+    follow(start, ())
+    return lines
+
+
+def _ask_all(agent: "Agent") -> dict[int, list[Wait] | None]:
+    """The answers of all other living workers; None for one that does not answer."""
+    asked = []
+    for member in agent.directory.members():
+        if member.worker_id != agent.member.worker_id and not agent.is_dead(member):
+            try:
+                slot = agent.send(
+                    member, DebugWaits(), timeout=_ANSWER_SECONDS, what=lambda: "what it waits for", complete=_nothing
+                )
+            except (TelegradError, OSError):
+                slot = None
+            asked.append((member, slot))
+    answers: dict[int, list[Wait] | None] = {}
+    for member, slot in asked:
+        answers[int(member.worker_id)] = None
+        if slot is not None:
+            with contextlib.suppress(TelegradError):
+                agent.link(member).wait(slot)
+                reply = agent.reply_frame(slot).message
+                if type(reply) is WaitsReply:
+                    answers[int(member.worker_id)] = [Wait(*wait) for wait in reply.waits]
+    return answers
+
+
+def _nothing(_: Any) -> None:
+    """Whoever asks waits in person."""
+
+
+def install(agent: "Agent") -> None:
+    """Answer others who ask, and SIGUSR1."""
+
+    def serve(request: Request) -> None:
+        agent.reply(request, WaitsReply(tuple([(wait.text, wait.worker_id) for wait in waits_of(agent)])))
+
+    agent.handlers[DebugWaits] = serve
+    restore = _install_signal(agent)
+    if restore is not None:
+        agent.on_close.append(restore)
+
+
+def _install_signal(agent: "Agent") -> Callable[[], None] | None:
+    """Print on SIGUSR1, if nobody else has a use for it; what undoes that."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
+        return None
+    if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        return None
+
+    def on_signal(_: int, __: FrameType | None) -> None:
+        # By another thread: the interrupted one may hold any lock.
+        agent.crew.submit(_print)
+
+    def restore() -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGUSR1) is on_signal:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+    signal.signal(signal.SIGUSR1, on_signal)
+    return restore
+
+
+def _print() -> None:
+    agent = current_agent()
+    if agent is not None:
+        sys.stderr.write(f"--- {agent.info.name} ---\n{debug_waits(cluster=True)}\n")
+        sys.stderr.flush()
