@@ -204,7 +204,7 @@ def test_async_execution(job: Cluster) -> None:
     assert rpc.rpc_sync("worker1", Counter.static_chain, ("worker0", 1)) == 3
     assert rpc.rpc_sync("worker1", Counter.class_chain, ("worker1", 1)) == "Counter 2"
     assert rpc.rpc_sync("worker1", Counter().class_chain, ("worker1", 1)) == "Counter 2"
-    with pytest.raises(TypeError, match=r"must return a torch\.futures\.Future"):
+    with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future"):
         rpc.rpc_sync("worker1", not_a_future)
 
 
