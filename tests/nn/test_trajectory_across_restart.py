@@ -45,6 +45,7 @@ class Training:
 
 
 def train_and_save(directory: Path, report: Connection, *membership: Any) -> None:
+    torch.set_num_threads(1)
     join_job(*membership)
     training = Training()
     training.run(0, SAVED_AT)
@@ -54,11 +55,13 @@ def train_and_save(directory: Path, report: Connection, *membership: Any) -> Non
 
 
 def restore_and_train(directory: Path, report: Connection, *membership: Any) -> None:
+    torch.set_num_threads(1)
     join_job(*membership)
     training = Training()
     training.restore(directory)
     training.run(SAVED_AT, LAST)
     report.send({key: value.tolist() for key, value in state_dict(training.model).items()})
+    del training  # Its references to what the owners hold; a shutdown would report them.
     rpc.shutdown()
 
 
@@ -85,6 +88,7 @@ def run_job(program: Any, directory: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)  # Eight processes import torch, one after the other on a busy machine.
 def test_a_killed_job_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     assert run_job(train_and_save, tmp_path) == "saved"
     trained = run_job(restore_and_train, tmp_path)
