@@ -61,6 +61,7 @@ class Link:
         self._lock = threading.Lock()
         self._state = IDLE
         self._waiters: deque[Slot] = deque()
+        self._overdue = 0  # replies that nobody waits for any more, but that layers above want to hear of
         self._spinner = Spinner()
         self._settled = threading.Event()  # clear while a lost connection is neither replaced nor given up
         self._settled.set()
@@ -256,6 +257,7 @@ class Link:
                     continue  # it is being completed by another thread this very moment
                 slot.done = True
                 with self._lock:
+                    self._overdue += 1
                     if self._state == IDLE:  # the reading may have been passed to this thread as it woke by itself
                         self._pass_on()
                 if slot.complete is not None:  # its future says so, now and whenever it is asked again
@@ -309,7 +311,7 @@ class Link:
             if not heir.done:
                 heir.wake.release()
                 return
-        if self._connection is not None and self.pending:
+        if self._connection is not None and (self.pending or self._overdue):
             self._state = ARMED
             self.agent.crew.arm(self._connection.stream.fileno())
 
@@ -362,6 +364,7 @@ class Link:
             return
         slot = self.pending.take(frame.request_id)
         if slot is None:
+            self._overdue -= 1
             self.agent.late_reply(frame, self.member)
             return
         slot.frame = frame
@@ -415,6 +418,7 @@ class Link:
         """The keeper: a deadline of a future may have passed."""
         late, again = self.pending.expired(time.monotonic())
         for slot in late:
+            self._overdue += 1
             slot.error = self.timeout_error(slot)
             slot.done = True
             self.agent.complete(slot)
