@@ -31,7 +31,7 @@ class Roll:
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._lock = threading.Lock()
         self._asked: list[tuple[Member, Slot]] = []
-        self._open = 0
+        self._open: list[str] = []  # the worker of each request that has no answer yet
         self._waiting = False
         self._named: set[WorkerId] = set()  # participants that others told of
         self._settled = threading.Condition(self._lock)
@@ -46,7 +46,7 @@ class Roll:
     def ask(self, member: Member, message: AnyMessage, packed: Packed, what: str) -> None:
         """Send a request that is answered when `member` is done."""
         with self._lock:
-            self._open += 1
+            self._open.append(member.name)
         try:
             slot = self._agent.send(
                 member,
@@ -59,7 +59,7 @@ class Roll:
             )
         except BaseException:
             with self._lock:
-                self._open -= 1
+                self._open.remove(member.name)
             raise
         with self._lock:
             self._asked.append((member, slot))
@@ -74,10 +74,12 @@ class Roll:
             if type(reply) is PassDone:
                 named = set(reply.participants)
                 self._hear(reply, self._agent.reply_tensors(slot))
+        except RpcTimeout as error:  # of this request, or one that the worker's own pass met
+            self._give_up(self._too_late() if slot.error is not None else error)
         except BaseException as error:
             self._give_up(error)
         with self._settled:
-            self._open -= 1
+            self._open.remove(member.name)
             self._named |= named
             self._settled.notify_all()
 
@@ -100,7 +102,7 @@ class Roll:
         try:
             while True:
                 self._await_replies()
-                self._await_settled(lambda: (self._open == 0 and self._ended) or self.error is not None)
+                self._await_settled(lambda: (not self._open and self._ended) or self.error is not None)
                 newcomers = self._named - pass_.known - {self._service.here}
                 if self.error is not None or not newcomers:
                     break
@@ -138,10 +140,7 @@ class Roll:
             if self.error is not None:
                 return
             slot.deadline = self._deadline
-            try:
-                self._agent.link(member).wait(slot)
-            except RpcTimeout:
-                raise self._too_late() from None
+            self._agent.link(member).wait(slot)
 
     def _await_settled(self, condition: Callable[[], bool]) -> None:
         with self._settled:
@@ -153,7 +152,7 @@ class Roll:
                     self._settled.wait(min(left, 3600.0))
 
     def _too_late(self) -> RpcTimeout:
-        late = sorted({member.name for member, slot in self._asked if not slot.done})
+        late = sorted(set(self._open))
         waits = [] if self._pass is None else self._pass.waiting_for()
         return RpcTimeout(
             f"RPC ran for more than set timeout ({round(self._timeout * 1000)} ms): the backward pass is not complete. "

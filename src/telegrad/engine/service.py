@@ -187,12 +187,21 @@ class Service:
             return
 
         def taken(slot: Slot) -> None:
-            self.guard(pass_, lambda: self._check_taken(slot))
+            try:
+                self.agent.reply_frame(slot)
+            except Exception as error:
+                self._refused(pass_, error)
 
         self.agent.send(member, message, packed, timeout=0.0, what=lambda: what, complete=taken)
 
-    def _check_taken(self, slot: Slot) -> None:
-        self.agent.reply_frame(slot)
+    def _refused(self, pass_: Pass, error: Exception) -> None:
+        """Another worker did not take what it was told. If this one is done already, the root has to be told so."""
+        if pass_.finished and pass_.error is None:
+            fatal = isinstance(error, WorkerDied)
+            text = AbortPass(pass_.context.context_id, pass_.pass_id, self.agent.info.name, str(error), fatal)
+            self.agent.notify(self._member(pass_.root), text)
+        else:
+            pass_.fail(error)
 
     def _member(self, worker: WorkerId) -> Member:
         member = self.agent.directory.by_id(worker)
