@@ -1,7 +1,7 @@
 """The handshake without a socket: who proves what, and what each wrong byte leads to."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
@@ -100,6 +100,7 @@ def test_a_hello_that_is_too_long_or_none() -> None:
 
 
 @given(st.binary(min_size=1, max_size=100))
+@example(b"\x97\x01\xa2\xff\xfe\x01\x01\x01\xc3\xa1a")  # a name that is not UTF-8
 def test_any_hello_is_taken_or_refused(body: bytes) -> None:
     dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
     answer = dialler.answer(listener.feed(dialler.opening), HELLO)

@@ -111,7 +111,7 @@ class DiallerHandshake:
             raise Refused(f"it refused the connection: {body.decode('utf-8', 'replace')}")
         try:
             return _decode_welcome(body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"its welcome is malformed: {error}") from error
 
 
@@ -159,7 +159,7 @@ class ListenerHandshake:
             return b""
         try:
             self.hello = _decode_hello(raw)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"its hello is malformed: {error}") from error
         return b""
 
