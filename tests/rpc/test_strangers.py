@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -96,6 +97,30 @@ def test_a_flood_of_half_open_connections(agent: Agent) -> None:
             assert sock.fileno() >= 0
         still_works()
         assert len(agent._acceptor._half_open) <= MAX_HALF_OPEN
+
+
+def test_out_of_descriptors_for_a_while(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    """A connection that cannot be accepted is accepted later, and is not tried for again and again meanwhile."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    still_works()  # what it needs descriptors for is open now
+    with caplog.at_level(logging.WARNING, "telegrad"), contextlib.ExitStack() as stack:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_lowest_free() + 1, limits[1]))
+            stack.enter_context(stranger(agent))  # takes the last descriptor
+            wait_until(lambda: caplog.text.count("cannot accept") >= 2)
+            start, count = time.monotonic(), caplog.text.count("cannot accept")
+            wait_until(lambda: caplog.text.count("cannot accept") >= count + 2)
+            assert time.monotonic() - start > 0.09
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        wait_until(lambda: len(agent._acceptor._half_open) == 1)
+    still_works()
+
+
+def _lowest_free() -> int:
+    fd = os.open(os.devnull, os.O_RDONLY)
+    os.close(fd)
+    return fd
 
 
 def test_the_wrong_secret_on_the_dialling_side(agent: Agent) -> None:

@@ -29,6 +29,7 @@ log = logging.getLogger("telegrad.rpc")
 
 HANDSHAKE_SECONDS = 10.0
 MAX_HALF_OPEN = 256
+_PAUSE_SECONDS = 0.1
 
 
 def main_fingerprint() -> str:
@@ -144,11 +145,13 @@ class Acceptor:
             self._crew.watch(listener.fileno(), functools.partial(self._accept, listener), armed=True)
 
     def _accept(self, listener: socket.socket) -> None:
+        rearm = functools.partial(self._rearm, listener)
         try:
             while True:
                 try:
                     sock, _ = listener.accept()
                 except (BlockingIOError, ConnectionError):
+                    rearm()
                     return
                 if len(self._half_open) >= MAX_HALF_OPEN:
                     oldest = next(iter(self._half_open), None)
@@ -158,9 +161,12 @@ class Acceptor:
         except OSError as error:
             if listener.fileno() >= 0:
                 log.warning("cannot accept a connection: %s", error)
-        finally:
-            if listener.fileno() >= 0:
-                self._crew.arm(listener.fileno())
+                # Most likely out of descriptors. The caller still waits, so at once would be again and again.
+                self._keeper.at(time.monotonic() + _PAUSE_SECONDS, rearm)
+
+    def _rearm(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            self._crew.arm(listener.fileno())
 
     def _begin(self, sock: socket.socket) -> None:
         sock.setblocking(False)
