@@ -25,14 +25,14 @@ from telegrad.rpc.packing import take_back, unpack_from
 from telegrad.rpc.pending import FOREVER, Slot
 from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
 from telegrad.rpc.rendezvous import MeetingPlace
-from telegrad.rpc.session import Request, Session
+from telegrad.rpc.session import NO_WORK, Request, Session
 from telegrad.rpc.workers import Directory, Member, WorkerInfo
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello, Refused, Welcome
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
-from telegrad.wire.messages import AnyMessage, Barrier, ExceptionReply, Goodbye
+from telegrad.wire.messages import AnyMessage, ExceptionReply, Goodbye
 from telegrad.wire.tensors import describe, rebuild
 
 log = logging.getLogger("telegrad.rpc")
@@ -79,8 +79,8 @@ class Agent:
         self.place = place
         self.crew = Crew(f"telegrad-{member.name}", options.num_worker_threads)
         self.keeper = Keeper(f"telegrad-{member.name}")
-        self.health = Health(self)
         self.handlers: dict[type[Any], Handler] = {}
+        self.health = Health(self)
         self.call_hooks: list[CallHook] = []
         self.on_late_reply: list[Callable[[Frame, WorkerId], None]] = []
         self.on_death: list[Callable[[Member], None]] = []
@@ -358,7 +358,7 @@ class Agent:
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
         handler = self.handlers.get(type(request.message))
-        if type(request.message) is not Barrier:  # a shutdown must not count its own barriers as work that goes on
+        if type(request.message) not in NO_WORK:  # a shutdown must not count its own barriers as work that goes on
             self.calls_served += 1
         try:
             if handler is None:
@@ -510,7 +510,8 @@ class Agent:
 
     def under_way(self) -> list[str]:
         """What this worker asked without a reply yet, and what others asked that runs here; waits at barriers aside."""
-        asked = [slot.what() for link in self.links() for slot in link.pending.snapshot()]
+        slots = [slot for link in self.links() for slot in link.pending.snapshot()]
+        asked = [slot.what() for slot in slots if type(slot.resend[0]) not in NO_WORK]
         served = [what for session in self.sessions() for what in session.under_way()]
         return asked + served
 

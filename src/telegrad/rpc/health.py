@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from telegrad.errors import TelegradError, WorkerDied
@@ -18,6 +19,7 @@ from telegrad.rpc.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import UNIX, host_identity
 from telegrad.transport.handshake import Refused
+from telegrad.wire.messages import Ack, Ping
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -41,6 +43,10 @@ class Health:
         self._stuck = 0
         self._handled = 0
         self._beating = False
+        self._asking: set[int] = set()  # incarnations that are being asked by `_ask`
+        # Workers that somebody here waits for without having asked them anything, such as those missing at a barrier.
+        self.expected: list[Callable[[], list[Member]]] = []
+        agent.handlers[Ping] = lambda request: agent.reply(request, Ack())
 
     # --- threads ---
 
@@ -92,10 +98,26 @@ class Health:
                 agent.crew.submit(functools.partial(agent.lost, link.member, why))
             elif silent > interval:
                 link.ping()
+        for member in {m.worker_id: m for source in self.expected for m in source()}.values():
+            known = member.worker_id == agent.member.worker_id or agent.is_dead(member)
+            if not known and member.incarnation not in self._asking:
+                self._asking.add(member.incarnation)
+                agent.crew.submit(functools.partial(self._ask, member))
         for session in agent.sessions():
             if session.paused:
                 session.ping()
         agent.keeper.at(now + interval / 2, self._beat)
+
+    def _ask(self, member: Member) -> None:
+        """Have something pending at a worker, so that its end or its silence is noticed."""
+        agent = self._agent
+        try:
+            if not agent.link(member).pending:
+                agent.send(member, Ping(), timeout=0.0, what=lambda: "whether it lives", complete=lambda _: None)
+        except (TelegradError, OSError) as error:
+            log.debug("%s could not be asked whether it lives: %s", member.name, error)
+        finally:
+            self._asking.discard(member.incarnation)
 
     @property
     def patience(self) -> float:
@@ -132,11 +154,10 @@ class Health:
             return not self._is_here(member) or self._is_busy(member)
         return not isinstance(error, ConnectionRefusedError | FileNotFoundError)
 
-    def not_reached(self, member: Member, error: WorkerDied) -> None:
-        """A worker could not be dialled: give it up if that is final."""
+    def is_final(self, member: Member, error: WorkerDied) -> bool:
+        """Whether a worker that could not be dialled is to be given up."""
         cause = error.__cause__
-        if isinstance(cause, Refused) or (isinstance(cause, OSError) and not self.may_answer_yet(member, cause)):
-            self._agent.lost(member, f"worker {member.name!r} is gone: {cause}")
+        return isinstance(cause, Refused) or (isinstance(cause, OSError) and not self.may_answer_yet(member, cause))
 
     def unreachable(self, member: Member, error: Exception) -> WorkerDied:
         """The error for a worker that does not answer at its addresses."""

@@ -224,6 +224,13 @@ def _register(agent: Agent) -> None:
             for name in agent.missing_at(key)
         ]
 
+    def missing() -> list[Member]:
+        with book_lock:
+            keys = book.waiting()
+        names = {name for key in keys for name in agent.missing_at(key)}
+        return [m for m in agent.directory.members() if m.name in names]
+
+    agent.health.expected.append(missing)
     agent.wait_sources.append(waits)
     install_waits(agent)
     agent.handlers[Barrier] = serve_barrier

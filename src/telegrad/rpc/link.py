@@ -95,9 +95,13 @@ class Link:
                 return self._connection if self._connection is not None else self._dial(deadline)
             except WorkerDied as error:
                 problem = error
+                final = self.agent.health.is_final(self.member, error)
+                if final:
+                    self.dead = error  # at once: those who wait for the lock need not dial as well
             finally:
                 self._dial_lock.release()
-        self.agent.health.not_reached(self.member, problem)  # without the lock: it may end this link
+        if final:
+            self.agent.lost(self.member, f"worker {self.member.name!r} is gone: {problem.__cause__ or problem}")
         raise self.dead if self.dead is not None else problem
 
     def _dial(self, deadline: float) -> Connection:

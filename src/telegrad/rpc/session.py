@@ -20,7 +20,7 @@ from telegrad.rpc.link import KEPT_NOTICES
 from telegrad.rpc.spin import Spinner
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
-from telegrad.wire.messages import Ack, AnyMessage, Barrier, Goodbye, Ping
+from telegrad.wire.messages import Ack, AnyMessage, Barrier, DebugWaits, Goodbye, Ping
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -31,6 +31,8 @@ log = logging.getLogger("telegrad.rpc")
 # Requests of one caller that are taken and not answered. Those that occupy a thread are bounded by the crew; this
 # bounds the others, coroutines and functions that return futures, and what they hold.
 MOST_RUNNING = 4096
+
+NO_WORK = (Barrier, Ping, DebugWaits)  # requests of Telegrad's own, which a shutdown does not wait for
 
 
 class Session:
@@ -63,7 +65,7 @@ class Session:
 
     def under_way(self) -> list[str]:
         """What is being served, in words; those who wait at a barrier are not served but waited for."""
-        return [f"a {kind.__name__} of worker {self.member.name!r}" for kind, _ in self.served() if kind is not Barrier]
+        return [f"a {kind.__name__} of worker {self.member.name!r}" for kind, _ in self.served() if kind not in NO_WORK]
 
     def served(self) -> list[tuple[type, float]]:
         """The messages of the requests being served, and since when."""
