@@ -122,6 +122,8 @@ class Agent:
         if (member is None or self.is_dead(member)) and self.place is not None and not self.closing:
             self.look_for_news()
             member = self._known(to)
+        if member is None:  # one that left is known to be dead: whatever is asked of it says so
+            member = self.directory.who_left(to.name if isinstance(to, WorkerInfo) else to)
         if member is None:
             raise self.directory.unknown(to)
         return member

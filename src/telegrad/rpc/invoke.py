@@ -83,7 +83,10 @@ class ScriptedFunction:
             raise AttributeError(
                 f"this worker has not compiled the TorchScript function {self.name!r}: import its module"
             )
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except torch.jit.Error as error:  # a class of its own, for which no caller outside TorchScript looks
+            raise RuntimeError(str(error)) from error
 
 
 class NamedOperator:

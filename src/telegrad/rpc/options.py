@@ -66,6 +66,10 @@ class RpcBackendOptions:
         if num_worker_threads < 1:
             raise ValueError(f"num_worker_threads must be at least 1, got {num_worker_threads}")
         for name, value in (("rpc_timeout", rpc_timeout), ("rendezvous_timeout", rendezvous_timeout)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(
+                    f"incompatible constructor arguments: {name} must be a number of seconds, got {value!r}"
+                )
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
         self.rpc_timeout = float(rpc_timeout)

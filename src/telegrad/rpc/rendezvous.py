@@ -72,6 +72,13 @@ class MeetingPlace:
     """The log of one job in a store."""
 
     def __init__(self, store: Any, prefix: str) -> None:
+        """`prefix` says which kind of job it is; there is one kind in one store."""
+        kind = PrefixStore("telegrad", store).compare_set("kind", "", prefix).decode()
+        if kind != prefix:
+            raise RendezvousError(
+                "RPC group mixes statically and dynamically initialized members which is not supported. "
+                f"The workers that meet here began a job of the {kind} kind; give `world_size` on all workers or on none"
+            )
         self.store = store
         self._store = PrefixStore(f"telegrad/{prefix}", store)
         self._lock = threading.Lock()

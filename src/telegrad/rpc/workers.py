@@ -74,6 +74,7 @@ class Directory:
         self._lock = threading.Lock()
         self._by_id: dict[WorkerId, Member] = {}
         self._by_name: dict[str, Member] = {}
+        self._left: dict[str | int, Member] = {}  # those who left on purpose, by name and by id
 
     def update(self, members: Iterable[Member]) -> list[Member]:
         """Take in what was published; those whose place was taken by a newer incarnation, or that left."""
@@ -84,6 +85,7 @@ class Directory:
                 if member.leaving:
                     if known is not None and known.incarnation == member.incarnation:
                         self._drop(known)
+                        self._left[known.name] = self._left[int(known.worker_id)] = known
                         gone.append(known)
                     continue
                 if known is not None and known.incarnation != member.incarnation:
@@ -109,6 +111,10 @@ class Directory:
     def by_id(self, worker_id: int) -> Member | None:
         """The member with that id."""
         return self._by_id.get(WorkerId(worker_id))
+
+    def who_left(self, who: str | int) -> Member | None:
+        """The member of that name or id that was here and left."""
+        return self._left.get(who)
 
     def members(self) -> list[Member]:
         """All, by id."""
