@@ -78,6 +78,11 @@ class SendNode:
 def _edge_of(tensor: Tensor) -> GradientEdge:
     """Where the gradient of a tensor goes. A view of a view made under `no_grad` says that it requires grad, but leads
     nowhere: in one process its gradient is dropped, and so it is here."""
+    if tensor.layout is not torch.strided:  # torch asks a view of the tensor, and there is none of a sparse one
+        with torch.enable_grad():
+            owner: Any = tensor.clone().grad_fn
+        node, output_nr = owner.next_functions[0]
+        return GradientEdge(node, output_nr, ownership_token=owner)
     try:
         return get_gradient_edge(tensor)
     except AssertionError:
