@@ -111,8 +111,8 @@ def _entries(roots: Sequence[Tensor], grad_tensors: Sequence[Tensor | None] | No
         if gradient is None:
             if root.numel() != 1:
                 raise AutogradError(
-                    f"root {position} is not a scalar: it has shape {tuple(root.shape)} and all roots need to be "
-                    "scalar, unless `grad_tensors` says what to start from"
+                    f"root {position}, of shape {tuple(root.shape)}, is not a scalar, all roots need to be scalar "
+                    "unless `grad_tensors` says what to start from"
                 )
             gradient = torch.ones_like(root, memory_format=torch.preserve_format)
         elif gradient.shape != root.shape:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from telegrad.autograd.context import Context
@@ -163,7 +164,11 @@ class Pass:
 
     def _hear(self, local: LocalPass[MessageId], key: MessageId, gradients: Gradients | None) -> None:
         if key in self._sends:
-            local.hear(key, gradients)
+            if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+                with torch.autograd.profiler.record_function(self.context.sends[key].name()):
+                    local.hear(key, gradients)
+            else:
+                local.hear(key, gradients)
         elif gradients is not None:
             raise AutogradError(f"message {key} was sent after the pass had begun; its gradients were not used")
 
