@@ -27,7 +27,7 @@ def adopt_children() -> None:
 def main(arguments: list[str]) -> None:
     """Run the program that the arguments name, as Python itself would."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE, file=sys.stdout if arguments else sys.stderr)  # noqa: T201 - a command
+        print(_USAGE, file=sys.stdout if arguments else sys.stderr)
         sys.exit(0 if arguments else 2)
     adopt_children()
     install()

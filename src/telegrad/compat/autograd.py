@@ -1,15 +1,20 @@
 """Stands in for `torch.distributed.autograd`: Telegrad's contexts, and torch's private views of them."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from telegrad import engine
 from telegrad.autograd import context, get_gradients
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import current, registry
-from telegrad.engine import backward
-from telegrad.errors import ContextNotFound
+from telegrad.errors import AutogradError, ContextNotFound
 from telegrad.ids import MAX_LOCAL_ID, ContextId, make_id
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.remote_errors import RemoteTraceback
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
@@ -17,6 +22,32 @@ __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_av
 def is_available() -> bool:
     """Whether distributed autograd can be used; always true where Telegrad can be imported."""
     return True
+
+
+def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) -> None:
+    """See `telegrad.autograd.backward`. What a user's backward function raises comes as a RuntimeError, as in torch,
+    with the error itself as its cause."""
+    if not isinstance(context_id, int):
+        raise TypeError(f"incompatible function arguments: context_id must be an int, got {context_id!r}")
+    for root in roots if isinstance(roots, Sequence) else ():
+        if isinstance(root, Tensor) and root.requires_grad and root.is_leaf and root.numel() == 1:
+            raise AutogradError(
+                "a root does not have a valid gradient function: it is a leaf, and nothing was computed"
+            )
+    with record_function("torch::distributed::autograd::backward"):
+        try:
+            engine.backward(context_id, roots, retain_graph)
+        except (RuntimeError, TypeError):
+            raise
+        except Exception as error:
+            raise AutogradError(f"Error on Node {_where(error)}: {error}") from error
+
+
+def _where(error: BaseException) -> int:
+    """The id of the worker on which an error was raised: it is in the traceback that came with it."""
+    remote = error.__cause__
+    found = re.match(r"On WorkerInfo\(id=(\d+)", remote.text) if isinstance(remote, RemoteTraceback) else None
+    return int(found[1]) if found else require_agent().info.id
 
 
 class DistAutogradContext:
@@ -33,7 +64,7 @@ class DistAutogradContext:
 
     def _send_functions(self) -> dict[int, Any]:
         """The Sends by message id; each has a `name()` and `next_functions`."""
-        return {**self._context.sends}
+        return {int(message_id): send for message_id, send in list(self._context.sends.items())}
 
     def _recv_functions(self) -> dict[int, Any]:
         """The autograd nodes behind received tensors, by message id."""

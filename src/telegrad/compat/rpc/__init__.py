@@ -124,6 +124,12 @@ def init_rpc(
     if _is_current_rpc_agent_set():  # asked before the meeting place is opened a second time
         raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
     rank, world_size = _from_environment(rpc_backend_options.init_method, rank, world_size)
+    if rank < 0:
+        by_environment = rpc_backend_options.init_method.startswith("env:")
+        raise ValueError(
+            f"worker {name!r} has no rank: "
+            + ("environment variable RANK expected, but not set" if by_environment else "rank parameter missing")
+        )
     store = open_store(rpc_backend_options.init_method, rank, world_size, rpc_backend_options.rendezvous_timeout)
     dist_autograd._init(rank)
     _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)

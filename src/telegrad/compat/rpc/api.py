@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.jit._builtins import _find_builtin
 
 from telegrad import rpc as calls
 from telegrad.compat.rpc.agent import (
@@ -112,8 +113,15 @@ def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
 
 def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
     """See `telegrad.rpc.rpc_sync`."""
-    func, args, kwargs = _as_sent(func, args, kwargs)
-    return calls.rpc_sync(to, func, args, kwargs, timeout)
+    sent, sent_args, sent_kwargs = _as_sent(func, args, kwargs)
+    try:
+        return calls.rpc_sync(to, sent, sent_args, sent_kwargs, timeout)
+    except TypeError as error:
+        if _find_builtin(func) is None:  # type: ignore[no-untyped-call]
+            raise
+        raise RuntimeError(
+            f"Overloaded torch operator invoked from Python failed to match any schema:\n{error}"
+        ) from error
 
 
 def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:

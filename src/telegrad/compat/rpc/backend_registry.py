@@ -30,9 +30,13 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., Any]
 
 
+def _backend_type_repr(self: Any) -> str:
+    return f"BackendType.{self.name}"
+
+
 def _backend_types(members: dict[str, BackendValue]) -> Any:
     types: Any = enum.Enum("BackendType", members)  # type: ignore[misc]
-    types.__repr__ = lambda self: f"BackendType.{self.name}"
+    setattr(types, "__repr__", _backend_type_repr)  # noqa: B010 - mypy takes it for a method of all enums
     types.__doc__ = "The backends there are."
     return types
 
