@@ -50,7 +50,8 @@ def check_distributed_grads(
             `backward` nor an optimizer.
         workers: how many to start. If this process is a worker already (a fixture of `cluster`), that job is used.
         seed: each worker's random numbers start from this plus its rank, both times.
-        rtol, atol: tolerances as in `torch.testing.assert_close`; by default those of the dtype.
+        rtol: relative tolerance, as in `torch.testing.assert_close`; by default that of the dtype.
+        atol: absolute tolerance, likewise.
 
     Returns the gradients by name. AssertionError shows the first difference: whose gradient, on which worker, which
     element, and both values.
