@@ -23,7 +23,8 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script on several local workers",
         description="Run a Python script on several local workers. Each finds RANK, WORLD_SIZE, LOCAL_RANK, "
         "MASTER_ADDR, MASTER_PORT, TELEGRAD_NAME and TELEGRAD_SECRET in its environment, so rpc.init_rpc(name) "
-        "needs nothing more. Output is shown under each worker's name. The first failure ends all, and its status is the command's.",
+        "needs nothing more. Output is shown under each worker's name. The first failure ends all, and its status "
+        "is the command's.",
     )
     run.add_argument("-n", "--workers", type=_positive, default=2, metavar="N", help="how many workers (default: 2)")
     run.add_argument(
