@@ -1,0 +1,123 @@
+"""Steps leave nothing behind: no context, pass, tensor, node or thread on any worker, and memory stays flat."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad import autograd, rpc
+from telegrad.autograd.functions import RecvNode, SendNode
+from telegrad.autograd.registry import registry
+from telegrad.engine.passes import Pass
+from telegrad.engine.service import Service
+from telegrad.rpc.current import require_agent
+from tests.cluster import Cluster, cluster
+
+WORKERS = 3
+SHORT, LONG = 500, 20_000
+SLACK = 6 * 1024 * 1024  # bytes: an allocator's own ups and downs, far below what one leak per step would take
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[Cluster]:
+    with cluster(WORKERS) as made:
+        yield made
+
+
+weight = torch.rand(64, requires_grad=True)
+
+
+def layer(x: Tensor) -> tuple[Tensor, Tensor]:
+    return (x * weight).sin(), x + weight
+
+
+def layers(x: Tensor) -> tuple[Tensor, Tensor]:
+    y, unused = rpc.rpc_sync("worker2", layer, (x * weight,))
+    return y, unused
+
+
+def refuse(gradient: Tensor) -> None:
+    raise ValueError("refused")
+
+
+def step(number: int) -> None:
+    """A step with a nested call, unused results and a reference; every tenth has two passes, another tenth fails."""
+    x = torch.ones(64, requires_grad=True)
+    with autograd.context() as context_id:
+        y, _ = rpc.rpc_sync("worker1", layers, (x,))
+        reference = rpc.remote("worker2", torch.mul, (y, 2.0))
+        loss = (y + reference.to_here()).sum()
+        if number % 10 == 1:
+            autograd.backward(context_id, [loss], retain_graph=True)
+        if number % 10 == 2:
+            x.register_hook(refuse)
+            with pytest.raises(ValueError, match="refused"):
+                autograd.backward(context_id, [loss])
+        else:
+            autograd.backward(context_id, [loss])
+            assert x in autograd.get_gradients(context_id)
+
+
+def held() -> dict[str, Any]:
+    """What is on a worker now, of all that a step makes."""
+    gc.collect()
+    service: Service = require_agent().extensions[Service]
+    asked = [slot.what() for link in require_agent().links() for slot in link.pending.snapshot()]
+    kinds = (Tensor, SendNode, RecvNode, Pass)
+    alive = dict.fromkeys((kind.__name__ for kind in kinds), 0)
+    for thing in gc.get_objects():
+        for kind in kinds:
+            if type(thing) is kind:
+                alive[kind.__name__] += 1
+    return {
+        **alive,
+        "contexts": len(registry()),
+        "passes": len(service.passes()),
+        "asked": [what for what in asked if not what.startswith(("reaching the barrier", "held()"))],
+        "threads": sum(not thread.name.endswith("-crew") for thread in threading.enumerate()),
+    }
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def on_all(function: Any) -> list[Any]:
+    return [rpc.rpc_sync(f"worker{rank}", function) for rank in range(WORKERS)]
+
+
+def run(steps: int, threads: int) -> None:
+    if threads == 1:
+        for number in range(steps):
+            step(number)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(step, range(steps)):
+                pass
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.parametrize("threads", [1, 4])
+def test_steps_leave_nothing(trio: Cluster, threads: int, long_profile: bool) -> None:
+    steps = (LONG if long_profile else SHORT) // (1 if threads == 1 else 4)
+    run(max(100, steps // 4), threads)  # pools, caches and the memory of ended contexts fill up
+    before = on_all(resident)
+    run(steps, threads)
+    deadline = time.monotonic() + 20
+    while (left := on_all(held)) and any(worker["contexts"] or worker["SendNode"] or worker["asked"] for worker in left):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+    for rank, worker in enumerate(left):
+        assert worker["contexts"] == worker["passes"] == worker["SendNode"] == worker["RecvNode"] == worker["Pass"] == 0
+        assert worker["Tensor"] <= 40, f"worker {rank}: {worker}"
+    grown = [after - earlier for earlier, after in zip(before, on_all(resident), strict=True)]
+    assert max(grown) < SLACK, f"resident memory of the workers grew by {grown} bytes in {steps} steps"
