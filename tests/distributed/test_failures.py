@@ -1,4 +1,4 @@
-"""Workers that die, stop, come back or lose a connection: what waits on them ends at once, names them, and nothing hangs.
+"""Workers that die, stop, come back or lose a connection: what waits on them ends at once and names them.
 
 Every test makes a cluster of its own and harms it. Times are bounds on what a user would notice, far above what is
 usual: a death is noticed within milliseconds, a stop within three heartbeats.
@@ -299,14 +299,13 @@ def test_stopped_while_a_large_message_is_written_to_it() -> None:
 
 
 def test_stopped_in_a_backward_pass() -> None:
-    with harmed(3) as made:
-        with autograd.context() as context_id:
-            x = torch.ones(2, requires_grad=True)
-            y = rpc.rpc_sync("worker1", through, args=("worker2", x))
-            stop(made, "worker2")
-            with within(STOPPED), pytest.raises(WorkerDied, match="worker2") as caught:
-                autograd.backward(context_id, [y.sum()])
-            assert caught.value.worker == "worker2"
+    with harmed(3) as made, autograd.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        y = rpc.rpc_sync("worker1", through, args=("worker2", x))
+        stop(made, "worker2")
+        with within(STOPPED), pytest.raises(WorkerDied, match="worker2") as caught:
+            autograd.backward(context_id, [y.sum()])
+        assert caught.value.worker == "worker2"
 
 
 def test_a_stopped_worker_does_not_hold_up_a_shutdown(tmp_path: Any) -> None:
@@ -455,12 +454,11 @@ def test_waits_are_shown_along_the_chain(tmp_path: Any) -> None:
 
 def test_waits_of_a_backward_pass(tmp_path: Any) -> None:
     mark = str(tmp_path / "m")
-    with harmed(3):
-        with autograd.context() as context_id:
-            x = torch.ones(2, requires_grad=True)
-            y = rpc.rpc_sync("worker1", stalling_through, args=("worker2", x, mark, 1.0))
-            done = autograd.backward_async(context_id, [y.sum()])
-            until(_marked(mark))
-            shown = rpc.debug_waits(cluster=True)
-            assert re.search(rf"worker1 backward of context {context_id}, begun by worker0, waits for worker2", shown)
-            done.wait()
+    with harmed(3), autograd.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        y = rpc.rpc_sync("worker1", stalling_through, args=("worker2", x, mark, 1.0))
+        done = autograd.backward_async(context_id, [y.sum()])
+        until(_marked(mark))
+        shown = rpc.debug_waits(cluster=True)
+        assert re.search(rf"worker1 backward of context {context_id}, begun by worker0, waits for worker2", shown)
+        done.wait()
