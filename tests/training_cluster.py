@@ -51,13 +51,16 @@ def cluster(directory: Path, others: Sequence[str] = OWNERS) -> Iterator[list[Ba
         end(processes)
 
 
-def end(processes: Sequence[BaseProcess], patience: float = 10.0) -> None:
-    """Wait for processes that are ending, and end those that are not."""
+def end(processes: Sequence[BaseProcess], patience: float = 40.0) -> None:
+    """Wait for processes that are ending. Torch takes its time to leave a busy machine; what takes longer is stuck."""
+    stuck = []
     for process in processes:
         process.join(patience)
         if process.is_alive():
+            stuck.append(process.name)
             process.kill()
             process.join()
+    assert not stuck, f"{stuck} did not end by themselves"
 
 
 def serve(name: str, rank: int, world: int, meeting: str) -> None:
