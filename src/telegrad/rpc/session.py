@@ -48,6 +48,7 @@ class Session:
         self._turn: SessionTurn | None = None
         self._inbox: deque[Frame] = deque()
         self._running: dict[int, tuple[type, float]] = {}  # what is being served and since when, by request id
+        self._answering: dict[int, None] = {}  # no longer running, not yet sent: a worker that leaves waits for these
         self._replies: dict[int, tuple[Any, ...]] = {}  # sent, but not yet known to have arrived
         self._acked = 0
         self._noticed: dict[int, None] = {}  # notices taken lately, oldest first: one may come again
@@ -65,7 +66,9 @@ class Session:
 
     def under_way(self) -> list[str]:
         """What is being served, in words; those who wait at a barrier are not served but waited for."""
-        return [f"a {kind.__name__} of worker {self.member.name!r}" for kind, _ in self.served() if kind not in NO_WORK]
+        name = self.member.name
+        served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if kind not in NO_WORK]
+        return served + [f"an answer to worker {name!r}"] * len(self._answering)
 
     def served(self) -> list[tuple[type, float]]:
         """The messages of the requests being served, and since when."""
@@ -230,12 +233,16 @@ class Session:
         # Remembered before it is sent: the acknowledgement may come first. What goes over the socket in one piece is
         # kept as bytes, so that no tensor outlives its reply; a large reply is acknowledged at once by the caller.
         self._replies[request_id] = reply = (kind, request_id, *content)
-        self._running.pop(request_id, None)
-        if self.paused:
-            self._resume()
-        encoded = self._send(reply, lazy)
-        if encoded is not None and request_id in self._replies:
-            self._replies[request_id] = (encoded,)
+        self._answering[request_id] = None
+        try:
+            self._running.pop(request_id, None)
+            if self.paused:
+                self._resume()
+            encoded = self._send(reply, lazy)
+            if encoded is not None and request_id in self._replies:
+                self._replies[request_id] = (encoded,)
+        finally:
+            self._answering.pop(request_id, None)
 
     def _send(self, frame: tuple[Any, ...], lazy: bool = False) -> bytes | None:
         """Send what `Connection.send` takes, less the ack: kind, request id, message, and what goes with it."""
