@@ -125,7 +125,10 @@ def test_gradients_flow_through_a_call(trio: Cluster) -> None:
 
 def test_contexts_do_not_nest_in_one_thread(trio: Cluster) -> None:
     with autograd.context():
-        with pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"), autograd.context():
+        with (
+            pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"),
+            autograd.context(),
+        ):
             pass
         assert registry() is not None
     with autograd.context():  # the failed one has left nothing behind

@@ -146,7 +146,11 @@ def leaf() -> Tensor:
 def test_the_original_error_arrives(trio: Cluster, via_another: bool) -> None:
     x = leaf()
     with autograd.context() as context_id:
-        y = rpc.rpc_sync("worker1", via, ("worker2", breaks, x)) if via_another else rpc.rpc_sync("worker2", breaks, (x,))
+        y = (
+            rpc.rpc_sync("worker1", via, ("worker2", breaks, x))
+            if via_another
+            else rpc.rpc_sync("worker2", breaks, (x,))
+        )
         with pytest.raises(Broken) as caught:
             autograd.backward(context_id, [y.sum()], timeout=10)
         assert caught.value.code == 42

@@ -113,7 +113,9 @@ def test_steps_leave_nothing(trio: Cluster, threads: int, long_profile: bool) ->
     before = on_all(resident)
     run(steps, threads)
     deadline = time.monotonic() + 20
-    while (left := on_all(held)) and any(worker["contexts"] or worker["SendNode"] or worker["asked"] for worker in left):
+    while (left := on_all(held)) and any(
+        worker["contexts"] or worker["SendNode"] or worker["asked"] for worker in left
+    ):
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
     for rank, worker in enumerate(left):

@@ -1,4 +1,4 @@
-"""Hooks fire as they do in one process, and a module in DistributedDataParallel reduces what it would reduce in torch."""
+"""Hooks fire as they do in one process, and a module in DistributedDataParallel reduces as it does in torch."""
 
 from collections.abc import Iterator
 from datetime import timedelta

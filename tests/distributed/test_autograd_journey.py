@@ -14,8 +14,8 @@ The program, and the numbers that name its messages (`docs/journey.md` tells the
       x (leaf) --- Send 5 -----------------------------------------> Recv 5
       Recv 6 <----------------------------------------------------- Send 6: spare = x * w2, which nobody uses
 
-On worker1 two Sends share one graph: Send 4 reaches everything, Send 2 reaches `t` and Recv 1. So there are two regions,
-{4} with the sum and Recv 3, and {2, 4} with the product and Recv 1. The second must wait for Send 2, which waits for
+On worker1 two Sends share one graph: Send 4 reaches everything, Send 2 reaches `t` and Recv 1. So there are two
+regions, {4} with the sum and Recv 3, and {2, 4} with the product and Recv 1. The second must wait for Send 2, which waits for
 worker2, which waits for Recv 3: the first region has to run alone, and what it leads to must run once, with both parts.
 """
 
@@ -135,7 +135,7 @@ def test_the_journey(four: Cluster) -> None:
     assert steps["worker1"][0][2] == pytest.approx(c.grad.tolist())
     assert steps["worker1"][1][2] == pytest.approx(x1.grad.tolist())
     assert outside("worker1", runs) == ["t"]
-    # 3. worker2 heard "none" for Send 6, and says "none" at Recv 5; Send 3 brought a gradient, and Recv 2 tells worker1.
+    # 3. worker2 heard "none" for Send 6, and says so at Recv 5; Send 3 brought a gradient, and Recv 2 tells worker1.
     part = (w2 * t.cos() * c.grad).tolist()
     assert sorted(steps["worker2"], key=lambda step: step[1]) == [("Recv", 0, None), ("Recv", 1, pytest.approx(part))]
 

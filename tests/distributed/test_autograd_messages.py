@@ -1,4 +1,4 @@
-"""Messages of the autograd layer that do not fit: a clear error for who sent them and at the root, a receiver unharmed."""
+"""Messages of the autograd layer that do not fit: an error for their sender and the root, and a receiver unharmed."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,7 +91,13 @@ def assert_whole(context_id: int, x: Tensor, y: Tensor) -> None:
 
 
 WRONG: dict[str, tuple[int, tuple[bool, ...], list[Tensor], type[Exception], str]] = {
-    "a message never sent": (10**6, (True,), [torch.ones(2)], AutogradError, "'worker1' never sent; they were not used"),
+    "a message never sent": (
+        10**6,
+        (True,),
+        [torch.ones(2)],
+        AutogradError,
+        "'worker1' never sent; they were not used",
+    ),
     "of another incarnation": (OTHER_INCARNATION, (True,), [torch.ones(2)], AutogradError, "never sent"),
     "too many": (0, (True, True), [torch.ones(2)] * 2, GradientMismatch, "returned 2 gradients .* sent 1 tensors"),
     "fewer than announced": (0, (True, True), [torch.ones(2)], AutogradError, "1 gradients came .* 2 were announced"),
@@ -120,7 +126,7 @@ def test_gradients_from_a_worker_that_was_sent_nothing(trio: Cluster) -> None:
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", double, (x,))
         (message_id,) = outside("worker1", sends, context_id)
-        with pytest.raises(AutogradError, match="'worker2' returned gradients .* which went to worker 'worker0'"):
+        with pytest.raises(AutogradError, match=r"'worker2' returned gradients .* which went to worker 'worker0'"):
             outside("worker2", ask_from, gradients_for(context_id, message_id, (True,)), [torch.ones(2)])
         assert_whole(context_id, x, y)
 
