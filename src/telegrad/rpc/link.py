@@ -273,7 +273,9 @@ class Link:
     def _sleep_until_woken(self, slot: Slot) -> None:
         left = -1.0 if slot.deadline == FOREVER else max(0.0, slot.deadline - time.monotonic())
         with blocking():
-            slot.wake.acquire(timeout=left)
+            woken = slot.wake.acquire(timeout=left)
+        if woken and slot.done:
+            slot.wake.release()  # several threads may wait for one future: each wakes the next
         with self._lock:
             if slot in self._waiters:
                 self._waiters.remove(slot)

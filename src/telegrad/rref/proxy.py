@@ -5,6 +5,7 @@ The calls carry the value as a loan: the handle stays here until they are done, 
 """
 
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,14 @@ class AsyncProxy(_Proxy):
         if known.done():
             self._call_when_known(method, args, kwargs, result, known)
         else:
-            known.add_done_callback(partial(self._call_when_known, method, args, kwargs, result))
+            # The call starts later, in another thread, but belongs to the autograd context it is made in.
+            context, with_grad = copy_context(), torch.is_grad_enabled()
+
+            def call(known: Any) -> None:
+                with torch.set_grad_enabled(with_grad):
+                    context.run(self._call_when_known, method, args, kwargs, result, known)
+
+            known.add_done_callback(call)
         return result
 
     def _call_when_known(self, method: str, args: Any, kwargs: Any, result: Future[Any], known: Any) -> None:
