@@ -15,6 +15,7 @@ import torch
 from telegrad.errors import AuthenticationError, NotInitialized, ProtocolError, UnknownWorker, WorkerDied
 from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.crew import Crew
+from telegrad.rpc.devices import place
 from telegrad.rpc.dialling import Acceptor, dial, main_fingerprint
 from telegrad.rpc.futures import Future
 from telegrad.rpc.health import REDIAL_SECONDS, Health
@@ -91,6 +92,8 @@ class Agent:
         self.wait_sources: list[Callable[[], list[tuple[str, int]]]] = []
         self.missing_at: Callable[[str], list[str]] = lambda _: []
         self.world_size: int | None = None
+        # What is done to each connection this worker dials; tests put faults there.
+        self.fit_out: Callable[[Connection], Connection] = lambda connection: connection
         self.event_loop: Any = None  # for coroutines; made by the first
         self.calls_made = 0
         self.calls_served = 0
@@ -226,7 +229,7 @@ class Agent:
                     raise self.health.unreachable(member, error) from error
                 time.sleep(REDIAL_SECONDS)
             else:
-                return connection, welcome.main_module != self._main
+                return self.fit_out(connection), welcome.main_module != self._main
 
     def links(self) -> list[Link]:
         """All links there are."""
@@ -255,8 +258,8 @@ class Agent:
     ) -> Slot:
         """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`."""
         tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
-        if tensors and any(t.device for t in tensors):
-            tensors = self._map_devices(member, tensors)
+        if tensors:
+            tensors = place(self.options, self.info.name, member, tensors)
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
         slot.since = now
@@ -339,22 +342,6 @@ class Agent:
                 return
         slot.complete(slot)
 
-    def _map_devices(self, member: Member, tensors: Sequence[Any]) -> list[Any]:
-        device_map = self.options.device_maps.get(member.name, {})
-        mapped = []
-        for spec in tensors:
-            if spec.device and spec.device != "meta":
-                target = device_map.get(torch.device(spec.device))
-                if target is None:
-                    raise RuntimeError(
-                        f"TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU "
-                        f"before sending them over RPC, or call `set_device_map` on the options to map {spec.device} to "
-                        f"a device of worker {member.name!r}"
-                    )
-                spec = type(spec)(**{**{f: getattr(spec, f) for f in spec.__struct_fields__}, "device": str(target)})  # noqa: PLW2901
-            mapped.append(spec)
-        return mapped
-
     # --- serving ---
 
     def serve(self, request: Request) -> None:
@@ -386,8 +373,8 @@ class Agent:
             if request.on_reply is not None:
                 message = request.on_reply(message, packed.tensors)
             tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
-            if tensors and any(t.device for t in tensors):
-                tensors = self._map_devices_back(request.caller, tensors)
+            if tensors:
+                tensors = place(self.options, self.info.name, request.caller, tensors)
         except Exception as error:
             take_back(packed)
             self.fail(request, error)
@@ -395,9 +382,6 @@ class Agent:
         request.session.reply(
             Kind.REPLY, request.frame.request_id, message, packed.payload, tensors, segments, lazy=lazy
         )
-
-    def _map_devices_back(self, caller: Member, tensors: Sequence[Any]) -> list[Any]:
-        return self._map_devices(caller, tensors)
 
     def fail(self, request: Request, error: BaseException) -> None:
         """Answer a request with an error."""

@@ -19,6 +19,7 @@ from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation, generation_
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.barrier import Book
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
+from telegrad.rpc.devices import as_published
 from telegrad.rpc.invoke import serve_call
 from telegrad.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
 from telegrad.rpc.rendezvous import MeetingPlace, open_store, wait_for_ranks
@@ -101,7 +102,14 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
         if isinstance(error, TelegradError):
             raise
         raise RendezvousError(f"the meeting place {options.init_method!r} failed: {error}") from error
-    member = Member(name, WorkerId(worker_id), incarnation, tuple(listeners.addresses), os.getpid())
+    member = Member(
+        name,
+        WorkerId(worker_id),
+        incarnation,
+        tuple(listeners.addresses),
+        os.getpid(),
+        device_maps=as_published(options),
+    )
     agent = Agent(member, secret, options, listeners, place)
     agent.world_size = world_size
     _register(agent)

@@ -45,6 +45,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     addresses: tuple[Address, ...]
     pid: int
     leaving: bool = False
+    device_maps: dict[str, dict[str, str]] = {}  # where its tensors go on other workers, by their names
 
     @property
     def info(self) -> WorkerInfo:
