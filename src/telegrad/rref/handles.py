@@ -9,7 +9,7 @@ from typing import Any
 from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.agent import OnReply
-from telegrad.rpc.calls import start_call, start_request, wait_for_value
+from telegrad.rpc.calls import name_of, start_call, start_request, wait_for_value
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.pending import Slot
@@ -172,11 +172,23 @@ def create(
     try:
         # The reply confirms the fork, however late it comes, so it is waited for beyond the timeout of the creation.
         start_call(agent, to, func, args, kwargs, timeout, make=make, complete=complete, patience=0.0)
+    except RpcTimeout as error:  # it never left, as a reply may never come: whoever uses the reference is told
+        text = f"RRef creation via rpc.remote({name_of(func)}) to worker {to.name!r} failed: {error}"
+        _not_created(references, to, rref_id, fork_id, creation, RpcTimeout(text))
     except BaseException:
         references.feed(references.used.creation_failed, fork_id)
         raise
     creation.watch()
     return handle
+
+
+def _not_created(
+    references: References, owner: Member, rref_id: RRefId, fork_id: ForkId, creation: Creation, error: Exception
+) -> None:
+    creation.failed(error)
+    references.feed(references.used.creation_failed, fork_id)
+    if peer_of(owner) == references.me and rref_id in references.values:
+        references.values[rref_id].fail(creation.error)
 
 
 def _created(
@@ -192,10 +204,7 @@ def _created(
     try:
         references.agent.value(slot, owner, on_reply)
     except Exception as error:  # it did not run: the owner died, or could not take it
-        creation.failed(error)
-        references.feed(references.used.creation_failed, fork_id)
-        if peer_of(owner) == references.me and rref_id in references.values:
-            references.values[rref_id].fail(creation.error)
+        _not_created(references, owner, rref_id, fork_id, creation, error)
         return
     creation.done()
     if peer_of(owner) != references.me:

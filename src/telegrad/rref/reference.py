@@ -47,6 +47,11 @@ class RRef(Generic[T]):
         # Calls do not come here: see travel.py.
         raise RRefError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
+    def _serialize(self) -> Any:
+        """What torch takes a reference apart with. Here only a message does, which knows where it goes."""
+        self._handle.check_usable("fork an UserRRef")
+        raise RRefError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
     # --- where ---
 
     def owner(self) -> WorkerInfo:
