@@ -9,12 +9,13 @@ Read `replace.py` (what is put in the place of what), then `rpc/` (torch's names
 `__main__.py` and `children/` (how child processes come along).
 """
 
+import importlib
 from typing import Any
 
 from telegrad.compat.replace import install, is_installed, uninstall
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
 
-__all__ = ["install", "is_installed", "make_backend_options", "rpc_backend", "uninstall"]
+__all__ = ["faulty_fixture", "install", "is_installed", "make_backend_options", "rpc_backend", "uninstall"]
 
 
 def rpc_backend() -> Any:
@@ -22,6 +23,12 @@ def rpc_backend() -> Any:
     from telegrad.compat.rpc import backend_registry  # noqa: PLC0415 - as it is now: registering another replaces the enum
 
     return backend_registry.BackendType["TENSORPIPE"]
+
+
+def faulty_fixture() -> Any:
+    """What torch's tests of failing messages mix into their classes: torch's own fixture, over Telegrad's faults."""
+    name = "torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture"
+    return importlib.import_module(name).FaultyRpcAgentTestFixture
 
 
 def make_backend_options(**options: Any) -> TensorPipeRpcBackendOptions:

@@ -113,7 +113,7 @@ def init_rpc(
 ) -> None:
     """Make this process a worker, by the backend that is named or that the options belong to; see
     `telegrad.rpc.init_rpc`."""
-    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+    if backend is not None and not backend_registry.is_backend(backend):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
@@ -163,8 +163,9 @@ def _init_rpc_backend(
 def _validate_rpc_args(
     backend: Any, store: Any, name: Any, rank: Any, world_size: Any, rpc_backend_options: Any
 ) -> None:
+    if not backend_registry.is_backend(backend):
+        raise RuntimeError(f"Argument {backend} must be of type BackendType but got type {type(backend)}")
     for argument, kind in (
-        (backend, backend_registry.BackendType),
         (store, Store),
         (name, str),
         (rank, Integral),

@@ -49,6 +49,11 @@ def backend_registered(backend_name: str) -> bool:
     return backend_name in BackendType.__members__
 
 
+def is_backend(backend: object) -> bool:
+    """Whether it is a member of `BackendType`, as it is now or as it was before another backend was added."""
+    return isinstance(backend, enum.Enum) and isinstance(backend.value, BackendValue)
+
+
 def register_backend(
     backend_name: str,
     construct_rpc_backend_options_handler: Callable[..., Any],
