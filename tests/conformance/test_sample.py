@@ -1,0 +1,19 @@
+"""A part of torch's own tests, in at most two minutes; `make conformance` runs them all."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_part_of_each_suite_passes() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.conformance", "--sample"],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
