@@ -15,8 +15,9 @@ The program, and the numbers that name its messages (`docs/journey.md` tells the
       Recv 6 <----------------------------------------------------- Send 6: spare = x * w2, which nobody uses
 
 On worker1 two Sends share one graph: Send 4 reaches everything, Send 2 reaches `t` and Recv 1. So there are two
-regions: {4} with the sum and Recv 3, and {2, 4} with the product and Recv 1. The second must wait for Send 2, which waits for
-worker2, which waits for Recv 3. So the first has to run alone, and what it leads to runs once, later, with both parts.
+regions: {4} with the sum and Recv 3, and {2, 4} with the product and Recv 1. The second must wait for Send 2, which
+waits for worker2, which waits for Recv 3. So the first has to run alone, and what it leads to runs once, later, with
+both parts.
 """
 
 from collections.abc import Iterator
