@@ -38,7 +38,7 @@ def install(agent: Agent) -> None:
     agent.call_hooks.append(lambda to, message, tensors: record_call(registry, to, message, tensors))
     agent.handlers[RpcWithAutograd] = lambda request: serve_recorded(agent, request)
     agent.on_late_reply.append(lambda frame, sender: note_orphan(registry, frame, sender))
-    agent.on_close.append(lambda: [registry.end(context.context_id) for context in registry.contexts()])
+    agent.on_close.append(registry.end_all)
 
 
 def record_call(

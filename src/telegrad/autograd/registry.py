@@ -105,6 +105,11 @@ class Registry:
             context.clear()
         return context
 
+    def end_all(self) -> None:
+        """The worker shuts down: nothing of any context is of use any more."""
+        for context in self.contexts():
+            self.end(context.context_id)
+
     def contexts(self) -> list[Context]:
         """All contexts here."""
         return list(self._contexts.values())

@@ -291,8 +291,8 @@ class LocalPass(Generic[K]):
     def _run_engine(
         self, roots: list[Root], wanted: tuple[GradientEdge, ...], *, accumulate: bool
     ) -> tuple[Tensor | None, ...]:
-        """One call of torch's engine. Not through `torch.autograd.backward` and `grad`: their checks of shapes and dtypes
-        were made when the gradients came, and cost as much as a small graph takes to run."""
+        """One call of torch's engine. Not through `torch.autograd.backward` and `grad`: their checks of shapes and
+        dtypes were made when the gradients came, and cost as much as a small graph takes to run."""
         engine = torch.autograd.Variable._execution_engine
         if all(gradient is not None for _, gradient in roots):
             edges = tuple([edge for edge, _ in roots])

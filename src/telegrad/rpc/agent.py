@@ -78,6 +78,7 @@ class Agent:
         self.directory = Directory()
         self.directory.update([member])
         self.place = place
+        self.met = False  # whether the others are known
         self.crew = Crew(f"telegrad-{member.name}", options.num_worker_threads)
         self.keeper = Keeper(f"telegrad-{member.name}")
         self.handlers: dict[type[Any], Handler] = {}
@@ -144,8 +145,8 @@ class Agent:
         )
 
     def look_for_news(self) -> None:
-        """Read what others published since the last time."""
-        if self.place is None:
+        """Read what others published since the last time; not while `init_rpc` does so, which looks at each record."""
+        if self.place is None or not self.met:
             return
         try:
             self.learn(self.place.news())

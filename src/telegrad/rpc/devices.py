@@ -1,9 +1,9 @@
-"""Where a tensor goes that is not on the CPU: the map of the sender for that worker, or that worker's own map, reversed.
+"""Where a tensor goes that is not on the CPU: as the sender's map for that worker says, or that worker's own, reversed.
 
 So a map given on one side serves calls, their replies, and the gradients that flow back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ def as_published(options: RpcBackendOptions) -> dict[str, dict[str, str]]:
     return {to: {str(k): str(v) for k, v in device_map.items()} for to, device_map in options.device_maps.items()}
 
 
-def place(options: RpcBackendOptions, here: str, peer: Member, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+def place(options: RpcBackendOptions, here: str, peer: Member, specs: list[TensorSpec]) -> list[TensorSpec]:
     """The specs of tensors for `peer`, with the devices they will have there. RuntimeError if nobody said which."""
     if all(spec.device in _EVERYWHERE for spec in specs):
         return specs

@@ -78,7 +78,7 @@ class ScriptedFunction:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = torch.jit._state._python_cu.find_function(self.name)  # type: ignore[no-untyped-call]
+        function = torch.jit._state._python_cu.find_function(self.name)
         if function is None:
             raise AttributeError(
                 f"this worker has not compiled the TorchScript function {self.name!r}: import its module"

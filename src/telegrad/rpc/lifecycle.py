@@ -119,6 +119,7 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
             importlib.import_module(layer).install(agent)
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
+        agent.met = True
         agent.health.start_heartbeat()
     except BaseException as error:
         set_current_agent(None)

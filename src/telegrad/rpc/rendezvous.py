@@ -77,7 +77,7 @@ class MeetingPlace:
         if kind != prefix:
             raise RendezvousError(
                 "RPC group mixes statically and dynamically initialized members which is not supported. "
-                f"The workers that meet here began a job of the {kind} kind; give `world_size` on all workers or on none"
+                f"The workers that meet here began a job of the {kind} kind; give `world_size` on all or on none"
             )
         self.store = store
         self._store = PrefixStore(f"telegrad/{prefix}", store)
@@ -138,8 +138,7 @@ def wait_for_ranks(
         if not missing:
             return
         try:
-            # Briefly: a record may be read elsewhere, by a thread to which its worker introduces itself.
-            fresh = place.wait_for_news(min(deadline, time.monotonic() + _LONGEST_PAUSE))
+            fresh = place.wait_for_news(deadline)
         except RuntimeError as error:
             raise RendezvousError(
                 f"the meeting place closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"

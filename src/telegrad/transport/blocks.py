@@ -37,8 +37,8 @@ def block_size(nbytes: int) -> int:
 
 
 class Mapping:
-    """Mapped memory, of a file descriptor or of none. Not Python's `mmap`, which would hold a copy of the descriptor for
-    as long: a thousand blocks in use must not be a thousand open files. Unmapped when nobody refers to it any more."""
+    """Mapped memory, of a file descriptor or of none. Not Python's `mmap`, which would hold a copy of the descriptor
+    for as long: a thousand blocks in use must not be a thousand open files. Unmapped when nobody refers to it."""
 
     def __init__(self, fd: int, size: int) -> None:
         flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -61,6 +61,7 @@ class Connection:
         payload: bytes = b"",
         tensors: Sequence[TensorSpec] = (),
         segments: Sequence[Segment] = (),
+        *,
         deadline: float | None = None,
         hold: bool = False,
     ) -> bytes | None:
