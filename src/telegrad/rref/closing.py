@@ -94,9 +94,7 @@ def _report(references: References, held: Iterable[tuple[PeerId, RRefId]]) -> No
             types = {"value": len(rref_ids)}
         lines.append(f"{member.name}: " + ", ".join(f"{count} {name}" for name, count in types.items()))
     if lines:
-        log.info(
-            "worker %r shuts down while it holds references to %s", references.agent.info.name, "; ".join(lines)
-        )
+        log.info("worker %r shuts down while it holds references to %s", references.agent.info.name, "; ".join(lines))
 
 
 def _type_names(values: list[Outcome]) -> dict[str, int]:
