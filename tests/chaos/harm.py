@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from telegrad import rpc
 from telegrad.errors import WorkerDied
@@ -96,7 +96,7 @@ class Harm:
         """Whether the victim is lost: a stop of a moment is shorter than silence may be."""
         return self.kind != "stop for a moment"
 
-    def __enter__(self) -> "Harm":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
