@@ -1,9 +1,12 @@
 """What a user of contexts and `backward` can rely on, over real processes: torch's meaning, and what goes beyond it."""
 
 import asyncio
+import contextvars
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +38,6 @@ def scale(x: Tensor) -> Tensor:
     return x * weight
 
 
-def scale_with_default_type() -> bool:
-    return scale(torch.ones(2)).requires_grad
-
-
 def scale_via(worker: str, x: Tensor) -> Tensor:
     return rpc.rpc_sync(worker, scale, (x,)) * weight
 
@@ -68,20 +67,12 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     return x * y
 
 
-def is_same(x: Tensor, y: Tensor) -> bool:
-    return x is y
-
-
 def gradient_of_weight(context_id: int) -> Tensor | None:
     return autograd.get_gradients(context_id).get(weight)
 
 
 def contexts() -> int:
     return len(registry())
-
-
-def requires_grad(x: Tensor) -> tuple[bool, bool]:
-    return x.requires_grad, x.is_leaf
 
 
 def context_id_here() -> int | None:
@@ -107,6 +98,29 @@ def gradient_of_embedding(context_id: int) -> Tensor:
     return autograd.get_gradients(context_id)[embedding.weight]
 
 
+class _Meets(torch.autograd.Function):
+    """Its backward leaves a sign, and waits until it sees another's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sign: str, other: str) -> Tensor:
+        ctx.sign, ctx.other = Path(sign), Path(other)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sign.touch()
+        deadline = time.monotonic() + 10
+        while not ctx.other.exists():
+            assert time.monotonic() < deadline, f"{ctx.other.name} never came"
+            time.sleep(0.001)
+        return gradients[0] * 2, None, None
+
+
+def meets(x: Tensor, sign: str, other: str) -> Tensor:
+    y: Tensor = _Meets.apply(x, sign, other)
+    return y
+
+
 def leaf() -> Tensor:
     return torch.tensor([0.5, -1.0], requires_grad=True)
 
@@ -124,13 +138,12 @@ def test_gradients_flow_through_a_call(trio: Cluster) -> None:
 
 
 def test_contexts_do_not_nest_in_one_thread(trio: Cluster) -> None:
-    with autograd.context():
-        with (
-            pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"),
-            autograd.context(),
-        ):
-            pass
-        assert registry() is not None
+    with (
+        autograd.context(),
+        pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"),
+        autograd.context(),
+    ):
+        pass
     with autograd.context():  # the failed one has left nothing behind
         pass
 
@@ -187,8 +200,6 @@ def test_a_thousand_contexts_open_at_once(trio: Cluster) -> None:
         made = autograd.context()
         context_id = made.__enter__()
         opened.append((made, context_id, rpc.rpc_sync("worker1", scale, (x,))))
-
-    import contextvars
 
     flows = []
     for _ in range(1000):
@@ -361,6 +372,37 @@ def test_several_workers_one_tensor(trio: Cluster) -> None:
         calls = [rpc.rpc_async(worker, scale, (x,)) for worker in ("worker0", "worker1", "worker2")]
         autograd.backward(context_id, [sum(call.wait() for call in calls).sum()])
         assert autograd.get_gradients(context_id)[x].tolist() == [6.0, 9.0]
+
+
+def test_independent_workers_run_at_the_same_time(trio: Cluster, tmp_path: Path) -> None:
+    x = leaf()
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", meets, (x, one, other))
+        z = rpc.rpc_sync("worker2", meets, (x, other, one))
+        autograd.backward(context_id, [(y + z).sum()], timeout=15)
+        assert autograd.get_gradients(context_id)[x].tolist() == [4.0, 4.0]
+
+
+def test_gradients_leave_while_the_rest_still_runs(trio: Cluster, tmp_path: Path) -> None:
+    x = leaf()
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    with autograd.context() as context_id:
+        older = meets(x, here, there)  # runs after the Recv, and only ends when worker1 has its gradient
+        y = rpc.rpc_sync("worker1", meets, (x, there, here))
+        autograd.backward(context_id, [(older + y).sum()], timeout=15)
+        assert autograd.get_gradients(context_id)[x].tolist() == [4.0, 4.0]
+
+
+def test_large_gradients(trio: Cluster) -> None:
+    x = torch.rand(1 << 15, 2, requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", scale_via, ("worker2", x))
+        autograd.backward(context_id, [(y * y).sum()])
+        scaled = x * weight * weight
+        torch.testing.assert_close(autograd.get_gradients(context_id)[x], 2 * scaled * weight * weight)
+        expected = (2 * scaled * x * weight).sum(0)
+        torch.testing.assert_close(rpc.rpc_sync("worker2", gradient_of_weight, (context_id,)), expected)
 
 
 # --- tensors ---
