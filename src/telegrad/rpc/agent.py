@@ -17,6 +17,7 @@ from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.crew import Crew
 from telegrad.rpc.devices import place
 from telegrad.rpc.dialling import Acceptor, dial, main_fingerprint
+from telegrad.rpc.flusher import Flusher
 from telegrad.rpc.futures import Future
 from telegrad.rpc.health import REDIAL_SECONDS, Health
 from telegrad.rpc.keeper import Keeper
@@ -57,7 +58,6 @@ class OnReply(Protocol):
 CallHook = Callable[[WorkerId, AnyMessage, list[torch.Tensor]], tuple[AnyMessage, OnReply] | None]
 
 _NOTHING = Packed(b"", [])
-_FLUSH_SECONDS = 0.001
 
 
 class Agent:
@@ -82,6 +82,7 @@ class Agent:
         self.crew = Crew(f"telegrad-{member.name}", options.num_worker_threads)
         self.keeper = Keeper(f"telegrad-{member.name}")
         self.handlers: dict[type[Any], Handler] = {}
+        self.flusher = Flusher(self.keeper)
         self.health = Health(self)
         self.call_hooks: list[CallHook] = []
         self.on_late_reply: list[Callable[[Frame, WorkerId], None]] = []
@@ -106,7 +107,6 @@ class Agent:
         self._link_numbers = 0
         self._sessions: dict[tuple[int, int, int], Session] = {}
         self._dead: dict[int, WorkerDied] = {}  # by incarnation
-        self._to_flush: dict[Connection, None] = {}
         self._acceptor = Acceptor(listeners, secret, options, self.crew, self.keeper, self._admit, self._admitted)
 
     def __repr__(self) -> str:
@@ -282,21 +282,6 @@ class Agent:
     def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
         """A notice, which has no reply. A lazy one goes with the next message to that worker, or a few ms later."""
         self.link(member).notify(message, lazy)
-
-    def flush_soon(self, connection: Connection) -> None:
-        """Write what a connection holds back, if nothing else does within a few milliseconds."""
-        if connection in self._to_flush:
-            return
-        self._to_flush[connection] = None
-        self.keeper.at(time.monotonic() + _FLUSH_SECONDS, self._flush)
-
-    def _flush(self) -> None:
-        while self._to_flush:
-            connection, _ = self._to_flush.popitem()
-            try:
-                connection.flush(deadline=time.monotonic())
-            except (OSError, ValueError):
-                log.debug("a connection closed before its notices were written")
 
     def reply_frame(self, slot: Slot) -> Frame:
         """The frame of a slot that is done; raises what went wrong."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.blocking import blocking
+from telegrad.rpc.flusher import BURST, LAZY
 from telegrad.rpc.pending import FOREVER, Pending, Slot
 from telegrad.rpc.spin import Spinner
 from telegrad.transport.connection import Connection
@@ -163,7 +164,7 @@ class Link:
                 Kind.REQUEST, slot.request_id, ack, message, payload, tensors, segments, deadline=deadline, hold=hold
             )
             if hold:
-                self.agent.flush_soon(connection)
+                self.agent.flusher.within(BURST, connection)
         except TimeoutError:
             self.pending.take(slot.request_id)
             raise self.timeout_error(slot) from None
@@ -197,7 +198,7 @@ class Link:
         try:
             connection.send(Kind.NOTICE, number, self.pending.lowest(), message, hold=True)
             if lazy:
-                self.agent.flush_soon(connection)
+                self.agent.flusher.within(LAZY, connection)
             else:
                 connection.flush(deadline=time.monotonic() + self.agent.health.patience)
         except TimeoutError:
@@ -381,7 +382,7 @@ class Link:
         try:
             connection.flush(deadline=time.monotonic())  # this thread reads: it must not wait until the worker does
         except TimeoutError:
-            self.agent.flush_soon(connection)
+            self.agent.flusher.within(LAZY, connection)
         except (OSError, ValueError):
             log.debug("what was held back for %s goes over its next connection", self.member.name)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import ProtocolError
 from telegrad.rpc.blocking import local
+from telegrad.rpc.flusher import LAZY
 from telegrad.rpc.link import KEPT_NOTICES
 from telegrad.rpc.spin import Spinner
 from telegrad.transport.connection import Connection
@@ -253,7 +254,7 @@ class Session:
         if hold:
             self._holds = True
         elif lazy:
-            self.agent.flush_soon(connection)
+            self.agent.flusher.within(LAZY, connection)
             hold = True
         try:
             return connection.send(frame[0], frame[1], 0, *frame[2:], hold=hold)
