@@ -110,8 +110,13 @@ class Pass:
         for message_id, peer in orphans.items():
             self._deliver(peer, message_id, None)
         with self._lock:
-            early, self._early = self._early, []
-            self._local = local  # from here on what is heard goes there
+            given_up = self.finished
+            if not given_up:
+                early, self._early = self._early, []
+                self._local = local  # from here on what is heard goes there
+        if given_up:  # meanwhile, by another thread
+            local.abort()
+            return
         for key, gradients in early:
             self._hear(local, key, gradients)
         self._run(local)
@@ -223,6 +228,7 @@ class Pass:
             actions, self._on_end = self._on_end, []
             self._local = None  # with it every node and tensor of the pass
             self._sends = {}
+            self._early = []
             if self.error is not None:
                 self._for_root = []
         for action in actions:

@@ -114,6 +114,7 @@ class Roll:
         if self.error is not None:
             self._abort()
             raise self.error
+        self._pass = None  # the two would keep each other alive
 
     def _local_end(self, pass_: Pass) -> None:
         with self._settled:

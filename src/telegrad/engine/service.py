@@ -316,11 +316,12 @@ class Service:
             if context.opened_by == member.worker_id:
                 self.registry.end(context.context_id)
                 self.forget(context.context_id)
-            elif member.worker_id in context.participants:
+                continue
+            with self._lock:
+                pass_ = self._passes.get(context.context_id)
+            if member.worker_id in context.participants or (pass_ is not None and pass_.root == member.worker_id):
                 text = f"worker {member.name!r}, which had a part in it, is gone."
                 context.failure = text
-                with self._lock:
-                    pass_ = self._passes.get(context.context_id)
                 if pass_ is not None:
                     pass_.fail(WorkerDied(text, worker=member.name, incarnation=member.incarnation))
 
