@@ -281,10 +281,11 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             if agent.is_static_group:
                 _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
-            agent.join(timeout=timeout)
-            # While all are still there: a reference to a worker that has left is not a leak any more.
-            _destroy_rref_context(_ignore_rref_leak)
-            agent.join(shutdown=True, timeout=timeout)
+            try:
+                # Before anybody leaves: a reference to a worker that has left is not a leak any more.
+                _destroy_rref_context(_ignore_rref_leak)
+            finally:
+                agent.join(shutdown=True, timeout=timeout)
     finally:
         _finalize_shutdown()
 
