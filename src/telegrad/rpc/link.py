@@ -166,7 +166,7 @@ class Link:
             if hold:
                 self.agent.flusher.within(BURST, connection)
         except TimeoutError:
-            self.pending.take(slot.request_id)
+            self.pending.give_up(slot.request_id)
             raise self.timeout_error(slot) from None
         except SerializationError:
             self.pending.take(slot.request_id)
@@ -258,7 +258,7 @@ class Link:
             else:
                 self._sleep_until_woken(slot)
             if not slot.done and slot.deadline <= time.monotonic():
-                if self.pending.take(slot.request_id) is None:
+                if self.pending.give_up(slot.request_id) is None:
                     continue  # it is being completed by another thread this very moment
                 slot.done = True
                 with self._lock:
@@ -371,8 +371,9 @@ class Link:
             return
         slot = self.pending.take(frame.request_id)
         if slot is None:
-            self._overdue -= 1
-            self.agent.late_reply(frame, self.member)
+            if self.pending.is_late(frame.request_id):
+                self._overdue -= 1
+                self.agent.late_reply(frame, self.member)
             return
         slot.frame = frame
         self._finish(slot)

@@ -62,6 +62,7 @@ class Pending:
         self._lock = threading.Lock()  # numbers and enters in one step, so that `lowest` never skips one
         self._last = 0
         self._lowest = 1
+        self._given_up: set[int] = set()  # left by their callers; the reply may still come
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -98,6 +99,23 @@ class Pending:
         """The slot of a reply; None if nobody waits for it any more."""
         return self._slots.pop(request_id, None)
 
+    def give_up(self, request_id: int) -> Slot | None:
+        """The slot of a request whose caller waits no longer; None if it is being completed."""
+        slot = self._slots.pop(request_id, None)
+        if slot is not None:
+            self._given_up.add(request_id)
+        return slot
+
+    def is_late(self, request_id: int) -> bool:
+        """Whether a reply that nobody waits for comes to a request that was given up; true once.
+
+        If not, it is a second copy of a reply that was taken: a request that was sent again is answered again."""
+        try:
+            self._given_up.remove(request_id)
+        except KeyError:
+            return False
+        return True
+
     def expired(self, now: float) -> tuple[list[Slot], float]:
         """Slots whose deadline passed, taken out; and when to look again."""
         late, earliest = [], FOREVER
@@ -105,7 +123,7 @@ class Pending:
             if slot.complete is None:
                 continue  # its caller minds the deadline itself
             if slot.deadline <= now:
-                if self._slots.pop(slot.request_id, None) is not None:
+                if self.give_up(slot.request_id) is not None:
                     late.append(slot)
             elif slot.deadline < earliest:
                 earliest = slot.deadline
