@@ -62,7 +62,6 @@ class Link:
         self._lock = threading.Lock()
         self._state = IDLE
         self._waiters: deque[Slot] = deque()
-        self._overdue = 0  # replies that nobody waits for any more, but that layers above want to hear of
         self._spinner = Spinner()
         self._settled = threading.Event()  # clear while a lost connection is neither replaced nor given up
         self._settled.set()
@@ -262,7 +261,6 @@ class Link:
                     continue  # it is being completed by another thread this very moment
                 slot.done = True
                 with self._lock:
-                    self._overdue += 1
                     if self._state == IDLE:  # the reading may have been passed to this thread as it woke by itself
                         self._pass_on()
                 if slot.complete is not None:  # its future says so, now and whenever it is asked again
@@ -318,7 +316,7 @@ class Link:
             if not heir.done:
                 heir.wake.release()
                 return
-        if self._connection is not None and (self.pending or self._overdue):
+        if self._connection is not None and (self.pending or self.pending.has_overdue):
             self._state = ARMED
             self.agent.crew.arm(self._connection.stream.fileno())
 
@@ -372,7 +370,6 @@ class Link:
         slot = self.pending.take(frame.request_id)
         if slot is None:
             if self.pending.is_late(frame.request_id):
-                self._overdue -= 1
                 self.agent.late_reply(frame, self.member)
             return
         slot.frame = frame
@@ -426,7 +423,6 @@ class Link:
         """The keeper: a deadline of a future may have passed."""
         late, again = self.pending.expired(time.monotonic())
         for slot in late:
-            self._overdue += 1
             slot.error = self.timeout_error(slot)
             slot.done = True
             self.agent.complete(slot)

@@ -106,6 +106,11 @@ class Pending:
             self._given_up.add(request_id)
         return slot
 
+    @property
+    def has_overdue(self) -> bool:
+        """Whether replies may come that nobody waits for any more, but that layers above want to hear of."""
+        return bool(self._given_up)
+
     def is_late(self, request_id: int) -> bool:
         """Whether a reply that nobody waits for comes to a request that was given up; true once.
 
