@@ -78,7 +78,6 @@ class Agent:
         self.directory = Directory()
         self.directory.update([member])
         self.place = place
-        self.met = False  # whether the others are known
         self.crew = Crew(f"telegrad-{member.name}", options.num_worker_threads)
         self.keeper = Keeper(f"telegrad-{member.name}")
         self.handlers: dict[type[Any], Handler] = {}
@@ -94,6 +93,8 @@ class Agent:
         self.wait_sources: list[Callable[[], list[tuple[str, int]]]] = []
         self.missing_at: Callable[[str], list[str]] = lambda _: []
         self.world_size: int | None = None
+        # What is done with records of members, whichever thread reads them.
+        self.take_news: Callable[[list[Member]], None] = self.learn
         # What is done to each connection this worker dials; tests put faults there.
         self.fit_out: Callable[[Connection], Connection] = lambda connection: connection
         self.event_loop: Any = None  # for coroutines; made by the first
@@ -145,11 +146,11 @@ class Agent:
         )
 
     def look_for_news(self) -> None:
-        """Read what others published since the last time; not while `init_rpc` does so, which looks at each record."""
-        if self.place is None or not self.met:
+        """Read what others published since the last time."""
+        if self.place is None:
             return
         try:
-            self.learn(self.place.news())
+            self.place.news(self.take_news)
         except RuntimeError as error:
             log.debug("the meeting place does not answer: %s", error)
 

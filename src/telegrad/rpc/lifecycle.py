@@ -119,7 +119,6 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
             importlib.import_module(layer).install(agent)
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
-        agent.met = True
         agent.health.start_heartbeat()
     except BaseException as error:
         set_current_agent(None)
@@ -143,23 +142,30 @@ def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | N
     generation = generation_of(member.incarnation)
     # Who has been here this time, though it may have left again already: it is not waited for.
     came: set[int] = set()
+    clashes: list[RendezvousError] = []
 
     def take(members: list[Member]) -> None:
-        _check_clash(agent, members, member, world_size)
+        try:
+            _check_clash(agent, members, member, world_size)
+        except RendezvousError as clash:
+            clashes.append(clash)
         agent.learn([m for m in members if m.worker_id != member.worker_id])
         came.update(m.worker_id for m in members if generation_of(m.incarnation) >= generation)
 
-    place.publish(member)  # before looking for clashes, so that both sides of one see it
-    take(place.news())
-    if world_size is None:
-        return
-    wait_for_ranks(
-        place,
-        take,
-        lambda: came | {int(m.worker_id) for m in agent.directory.members()},
-        world_size,
-        agent.options.rendezvous_timeout,
-    )
+    def present() -> set[int]:
+        if clashes:
+            raise clashes[0]
+        return came | {int(m.worker_id) for m in agent.directory.members()}
+
+    agent.take_news = take  # a call that is served meanwhile may look for its own callee, and read the news first
+    try:
+        place.publish(member)  # before looking for clashes, so that both sides of one see it
+        place.news(take)
+        present()
+        if world_size is not None:
+            wait_for_ranks(place, take, present, world_size, agent.options.rendezvous_timeout)
+    finally:
+        agent.take_news = agent.learn
 
 
 def _check_clash(agent: Agent, members: list[Member], mine: Member, world_size: int | None) -> None:

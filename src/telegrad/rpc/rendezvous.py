@@ -18,7 +18,7 @@ import msgspec
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from telegrad.errors import RendezvousError
+from telegrad.errors import RendezvousError, TelegradError
 from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.rpc")
@@ -81,7 +81,7 @@ class MeetingPlace:
             )
         self.store = store
         self._store = PrefixStore(f"telegrad/{prefix}", store)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._read = 0
 
     def agree_on_secret(self) -> bytes:
@@ -102,26 +102,15 @@ class MeetingPlace:
         index = int(self._store.add("records", 1)) - 1
         self._store.set(f"record/{index}", _encode(member))  # type: ignore[arg-type]  # bytes are fine, the stub is not
 
-    def news(self) -> list[Member]:
-        """The records appended since the last time."""
+    def news(self, take: Callable[[list[Member]], None]) -> None:
+        """Give the records appended since the last time to `take`. Whoever asks next finds them taken."""
         with self._lock:
             fresh = []
             while self._store.check([f"record/{self._read}"]):
                 fresh.append(_decode(self._store.get(f"record/{self._read}")))
                 self._read += 1
-            return fresh
-
-    def wait_for_news(self, deadline: float) -> list[Member]:
-        """The next records; empty at the deadline."""
-        # By looking again and again, ever less often: a wait inside torch's stores would print when it times out.
-        pause = _FIRST_PAUSE
-        while True:
-            fresh = self.news()
-            left = deadline - time.monotonic()
-            if fresh or left <= 0:
-                return fresh
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            if fresh:
+                take(fresh)
 
 
 def wait_for_ranks(
@@ -132,20 +121,26 @@ def wait_for_ranks(
     seconds: float,
 ) -> None:
     """Read records until all ranks are there. RendezvousError names those that are missing at the deadline."""
+    # By looking again and again, ever less often: a wait inside torch's stores would print when it times out.
     deadline = time.monotonic() + seconds
+    pause = _FIRST_PAUSE
     while True:
         missing = sorted(set(range(world_size)) - present())
         if not missing:
             return
-        try:
-            fresh = place.wait_for_news(deadline)
-        except RuntimeError as error:
-            raise RendezvousError(
-                f"the meeting place closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"
-            ) from error
-        take(fresh)
-        if not fresh and time.monotonic() >= deadline:
+        left = deadline - time.monotonic()
+        if left <= 0:
             raise RendezvousError(
                 f"rendezvous timed out after {seconds:g} s: of {world_size} workers, ranks {missing} did not come. "
                 "Start them, or raise `rendezvous_timeout`"
             )
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+        try:
+            place.news(take)
+        except TelegradError:
+            raise
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"the meeting place closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"
+            ) from error
