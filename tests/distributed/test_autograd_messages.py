@@ -73,6 +73,10 @@ def sends(context_id: int) -> list[int]:
     return list(registry().find(context_id).sends)
 
 
+def has_begun(context_id: int) -> bool:
+    return registry().find(context_id).came_too_late(MessageId(0), PassId(0))
+
+
 def gradients_for(context_id: int, message_id: int, present: tuple[bool, ...]) -> PropagateGradients:
     metadata = AutogradMetadata(ContextId(context_id), MessageId(message_id))
     return PropagateGradients(metadata, PassId(make_id(0, 1 << 30)), HERE, False, (), present)
@@ -186,8 +190,18 @@ def test_the_root_hears_of_it(trio: Cluster, how: str, text: str) -> None:
 # --- the other messages ---
 
 
-def test_a_pass_of_an_unknown_context_is_done_at_once(trio: Cluster) -> None:
-    assert ask(BeginPass(NEVER, PassId(0), HERE, False, ())) == PassDone((), ())
+def test_a_pass_that_comes_before_the_calls_of_its_context(trio: Cluster) -> None:
+    """It has nothing to do, but is remembered: a call that comes now is too late for it."""
+    unheard = ContextId(make_id(0, 234_567))
+    reply = ask(BeginPass(unheard, PassId(0), HERE, False, ()))
+    assert isinstance(reply, PassDone)
+    assert reply.gradients == ()
+    assert outside("worker1", has_begun, unheard)
+    assert ask(CleanupAutogradContext(unheard, (HERE, THERE))) == CleanupAutogradContextReply()
+    assert ask(BeginPass(unheard, PassId(1), HERE, False, ())) == PassDone(
+        (), ()
+    )  # it has ended: it does not come back
+    await_empty(3)
 
 
 def test_what_ends_the_unknown_is_ignored(trio: Cluster) -> None:

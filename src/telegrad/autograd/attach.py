@@ -54,8 +54,8 @@ def record_call(
     if not isinstance(message, PythonCall | PythonRemoteCall | RRefFetch):
         return None
     context.check_usable()
+    context.participants.add(to)  # before the Send: a pass that counts that one must know whom to ask
     metadata = _record_send(registry, context, to, tensors)
-    context.participants.add(to)
     return RpcWithAutograd(metadata, message), _Recorded(context, to, metadata.message_id)
 
 

@@ -22,7 +22,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
 from telegrad.engine.passes import Pass
-from telegrad.errors import AutogradError, WorkerDied
+from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.pending import Slot
@@ -215,9 +215,11 @@ class Service:
         """The handler of `BeginPass`."""
         message = request.message
         assert type(message) is BeginPass
-        context = self.registry.get(message.context_id)
-        if context is None:
-            self.agent.reply(request, PassDone((), ()))  # no call of that context ever arrived here: nothing to do
+        try:
+            # Even if no call of that context has come: one may be on its way, and must find the pass begun.
+            context = self.registry.join(message.context_id)
+        except ContextNotFound:
+            self.agent.reply(request, PassDone((), ()))
             return
         self._take_part(request, context, message)
 
