@@ -42,6 +42,7 @@ class Flusher:
             self._due.pop(connection, None)
             try:
                 connection.flush(deadline=now)
+                connection.after_hold()
             except (OSError, ValueError):
                 log.debug("a connection closed before what it held back was written")
         if self._next < _FOREVER:

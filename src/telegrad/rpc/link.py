@@ -56,6 +56,7 @@ class Link:
         self._function_numbers = itertools.count(1)
         self._notice_ids = itertools.count(1)
         self._notices: deque[tuple[int, AnyMessage]] = deque(maxlen=KEPT_NOTICES)
+        self._last_asked = 0.0  # in a burst
         self._unacknowledged = 0  # replies since the last request or acknowledgement
         self._connection: Connection | None = None
         self._dial_lock = threading.Lock()
@@ -124,6 +125,7 @@ class Link:
             connection.close()
             raise
         self.last_heard = time.monotonic()
+        connection.after_hold = self._arm
         self.agent.crew.watch(connection.stream.fileno(), self._readable, armed=False)
         self._connection = connection  # only now may others send: what came before is on its way
         self._settled.set()
@@ -162,8 +164,6 @@ class Link:
             connection.send(
                 Kind.REQUEST, slot.request_id, ack, message, payload, tensors, segments, deadline=deadline, hold=hold
             )
-            if hold:
-                self.agent.flusher.within(BURST, connection)
         except TimeoutError:
             self.pending.give_up(slot.request_id)
             raise self.timeout_error(slot) from None
@@ -176,7 +176,12 @@ class Link:
             self._send_over_next(connection, Kind.REQUEST, slot.request_id, 0, *slot.resend)
             if self.dead is not None and self.pending.take(slot.request_id) is not None:
                 raise self.died(slot) from None
-        if slot.complete is not None and not slot.attended:
+        if hold:
+            # Nor are replies read one by one then: completing a future lets go of the GIL, and each time the thread
+            # that asks and the thread that reads would fight for it.
+            self._last_asked = slot.since
+            self.agent.flusher.within(BURST, connection)
+        elif slot.complete is not None and not slot.attended:
             self._arm()
 
     def look_out(self) -> None:
@@ -316,9 +321,14 @@ class Link:
             if not heir.done:
                 heir.wake.release()
                 return
-        if self._connection is not None and (self.pending or self.pending.has_overdue):
+        connection = self._connection
+        if connection is None:
+            return
+        if len(self.pending) > _BURST and time.monotonic() - self._last_asked < BURST:
+            self.agent.flusher.within(BURST, connection)  # calls keep coming: read their replies together
+        elif self.pending or self.pending.has_overdue:
             self._state = ARMED
-            self.agent.crew.arm(self._connection.stream.fileno())
+            self.agent.crew.arm(connection.stream.fileno())
 
     def _arm(self) -> None:
         with self._lock:

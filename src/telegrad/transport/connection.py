@@ -32,6 +32,10 @@ _SMALL_ALIGNMENT = 16
 heap = Heap()
 
 
+def _nothing() -> None:
+    pass
+
+
 class Connection:
     """Messages over one stream. Any thread may send; one at a time may receive."""
 
@@ -45,6 +49,7 @@ class Connection:
         self._sharing = True  # until there turns out to be no shared memory
         self._borrower = Borrower()
         self._outbox: deque[bytes] = deque()
+        self.after_hold: Callable[[], None] = _nothing  # called when what was held back has been written in time
         self.closed = False
 
     def __repr__(self) -> str:
