@@ -9,6 +9,7 @@ own is there. Replies nobody waits for in person (futures) are read by the crew.
     READING   a thread reads
 """
 
+import array
 import itertools
 import logging
 import threading
@@ -57,7 +58,7 @@ class Link:
         self._notice_ids = itertools.count(1)
         self._notices: deque[tuple[int, AnyMessage]] = deque(maxlen=KEPT_NOTICES)
         self._last_asked = 0.0  # in a burst
-        self._unacknowledged = 0  # replies since the last request or acknowledgement
+        self._received: list[int] = []  # replies since the last acknowledgement
         self._connection: Connection | None = None
         self._dial_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -156,7 +157,6 @@ class Link:
         if earliest:
             self.agent.keeper.at(slot.deadline, self.expire)
         self.sent += 1
-        self._unacknowledged = 0
         deadline = None if slot.deadline == FOREVER else slot.deadline
         # In a burst of calls nobody waits for yet, small ones share a write: the reader of replies sends them on.
         hold = slot.complete is not None and not slot.attended and len(self.pending) > _BURST
@@ -365,10 +365,9 @@ class Link:
             self._lost(connection)
             return
         self.last_heard = time.monotonic()
-        self._unacknowledged += len(frames)
         for frame in frames:
             self._take(frame)
-            if frame.is_large or self._unacknowledged > _MOST_UNACKNOWLEDGED:
+            if frame.is_large or len(self._received) > _MOST_UNACKNOWLEDGED:
                 self._acknowledge(connection)
         self._flush(connection)
 
@@ -377,6 +376,7 @@ class Link:
             if type(frame.message) is Goodbye:
                 self.agent.said_goodbye(self.member)
             return
+        self._received.append(frame.request_id)
         slot = self.pending.take(frame.request_id)
         if slot is None:
             if self.pending.is_late(frame.request_id):
@@ -395,10 +395,15 @@ class Link:
             log.debug("what was held back for %s goes over its next connection", self.member.name)
 
     def _acknowledge(self, connection: Connection) -> None:
-        """A large reply came, or many: let their sender forget them now rather than with the next request."""
-        self._unacknowledged = 0
+        """A large reply came, or many: let their sender forget them now rather than with the next request.
+
+        A header acknowledges all before the oldest request that waits. If that waits for long, those behind it must be
+        named, or their replies would pile up at the worker."""
+        received, self._received = self._received, []
+        lowest = self.pending.lowest()
+        named = array.array("Q", [request_id for request_id in received if request_id >= lowest])
         try:
-            connection.send(Kind.NOTICE, 0, self.pending.lowest(), Ack(), hold=True)  # flushed by the reader
+            connection.send(Kind.NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)  # flushed by the reader
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self.member.name)
 

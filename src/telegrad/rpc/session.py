@@ -32,6 +32,7 @@ log = logging.getLogger("telegrad.rpc")
 # Requests of one caller that are taken and not answered. Those that occupy a thread are bounded by the crew; this
 # bounds the others, coroutines and functions that return futures, and what they hold.
 MOST_RUNNING = 4096
+_MOST_FORGOTTEN = 65536  # far more than can be on their way a second time
 
 NO_WORK = (Barrier, Ping, DebugWaits)  # requests of Telegrad's own, which a shutdown does not wait for
 
@@ -52,6 +53,7 @@ class Session:
         self._answering: dict[int, None] = {}  # no longer running, not yet sent: a worker that leaves waits for these
         self._replies: dict[int, tuple[Any, ...]] = {}  # sent, but not yet known to have arrived
         self._acked = 0
+        self._forgotten: dict[int, None] = {}  # answered and acknowledged by name, in that order
         self._noticed: dict[int, None] = {}  # notices taken lately, oldest first: one may come again
         self.paused = False  # so much is running that no more is read
         self._holds = False  # whether a reply waits for those of the requests behind it
@@ -195,12 +197,14 @@ class Session:
                 self._send((Kind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
                 self.agent.caller_said_goodbye(self.member)
-            elif type(frame.message) is not Ack and self._is_news(frame):  # an Ack has said all by its header
+            elif type(frame.message) is Ack:  # it has said most by its header
+                self._forget_named(frame)
+            elif self._is_news(frame):
                 self.agent.serve(Request(self, frame))
             return
         request_id = frame.request_id
         with self._lock:  # the same request may come twice, from two connections, to two threads
-            if request_id < self._acked or request_id in self._running:
+            if request_id < self._acked or request_id in self._running or request_id in self._forgotten:
                 return
             reply = self._replies.get(request_id)
             if reply is None:
@@ -224,6 +228,18 @@ class Session:
         self._acked = ack
         for request_id in [i for i in self._replies if i < ack]:
             self._replies.pop(request_id, None)
+
+    def _forget_named(self, frame: Frame) -> None:
+        """Forget replies that have arrived though an older request still runs; that they were run stays known."""
+        count = len(frame.payload) // 8
+        for request_id in memoryview(frame.payload)[: count * 8].cast("B").cast("Q") if count else ():
+            if self._replies.pop(request_id, None) is not None:
+                self._forgotten[request_id] = None
+        while self._forgotten:
+            oldest = next(iter(self._forgotten))
+            if oldest >= self._acked and len(self._forgotten) <= _MOST_FORGOTTEN:
+                break
+            del self._forgotten[oldest]
 
     # --- replying ---
 
