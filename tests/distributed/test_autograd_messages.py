@@ -198,9 +198,7 @@ def test_a_pass_that_comes_before_the_calls_of_its_context(trio: Cluster) -> Non
     assert reply.gradients == ()
     assert outside("worker1", has_begun, unheard)
     assert ask(CleanupAutogradContext(unheard, (HERE, THERE))) == CleanupAutogradContextReply()
-    assert ask(BeginPass(unheard, PassId(1), HERE, False, ())) == PassDone(
-        (), ()
-    )  # it has ended: it does not come back
+    assert ask(BeginPass(unheard, PassId(1), HERE, False, ())) == PassDone((), ())  # ended: it stays so
     await_empty(3)
 
 

@@ -103,10 +103,12 @@ class Program(NamedTuple):
 
 
 def shares_state(body: Body) -> bool:
-    """Whether a body, or one that it calls, uses what is stored on workers: then the order of calls matters."""
+    """Whether a body, or one that it calls, leaves or uses what others can see: then the order of calls matters.
+
+    That is what workers store, and hooks, for the value may be a leaf or one that others hold, too."""
     for step in body:
         match step:
-            case Keep() | Kept():
+            case Keep() | Kept() | Hook():
                 return True
             case Call() | Remote() if shares_state(step.body):
                 return True
