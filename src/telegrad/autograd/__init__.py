@@ -23,7 +23,8 @@ __all__ = ["Context", "backward", "backward_async", "context", "get_gradients", 
 
 def __getattr__(name: str) -> Any:
     if name in ("backward", "backward_async"):
-        return getattr(importlib.import_module("telegrad.engine"), name)
+        found = globals()[name] = getattr(importlib.import_module("telegrad.engine"), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -46,7 +47,8 @@ class context:  # noqa: N801 - the name torch's users write
                 "Already have an autograd context id for this thread: contexts do not nest within one thread; "
                 f"end context {current.get()} first"
             )
-        self._context = registry().open(self._strict)
+        self._registry = registry()
+        self._context = self._registry.open(self._strict)
         self._token = current.set(self._context)
         return self._context.context_id
 
@@ -55,18 +57,7 @@ class context:  # noqa: N801 - the name torch's users write
     ) -> None:
         assert self._context is not None
         current.reset(self._token)
-        reg = registry_or_none()
-        if reg is not None:
-            end = importlib.import_module("telegrad.engine").end_context
-            end(reg.agent, self._context.context_id)
-
-
-def registry_or_none() -> Any:
-    """The registry of this process's agent, or None after a shutdown."""
-    try:
-        return registry()
-    except RuntimeError:
-        return None
+        self._registry.end_everywhere(self._context.context_id)
 
 
 def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tensor, Tensor]:

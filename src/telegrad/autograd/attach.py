@@ -30,6 +30,8 @@ from telegrad.wire.messages import (
 )
 from telegrad.wire.specs import Flag
 
+_CALLS = (PythonCall, PythonRemoteCall, RRefFetch)
+
 
 def install(agent: Agent) -> None:
     """Put the autograd layer on an agent."""
@@ -51,7 +53,7 @@ def record_call(
         return None
     if not torch.is_grad_enabled():
         return message, _WithoutGrad()
-    if not isinstance(message, PythonCall | PythonRemoteCall | RRefFetch):
+    if not isinstance(message, _CALLS):
         return None
     context.check_usable()
     context.participants.add(to)  # before the Send: a pass that counts that one must know whom to ask

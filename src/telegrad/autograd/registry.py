@@ -6,8 +6,7 @@ user starts begins outside any.
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from telegrad.autograd.context import Context
@@ -47,6 +46,8 @@ class Registry:
         self._strict: dict[ContextId, None] = {}  # those of this worker's own that are strict
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
         self._ended: dict[ContextId, None] = {}
+        # Ends a context on all workers it reached; the engine, a layer above, puts its own way here.
+        self.end_everywhere: Callable[[ContextId], object] = self.end
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -115,14 +116,19 @@ class Registry:
         return list(self._contexts.values())
 
 
-@contextmanager
-def within(context: Context | None) -> Iterator[None]:
-    """Run code in a context that came with a call."""
-    token = current.set(context)
-    try:
-        yield
-    finally:
-        current.reset(token)
+class within:  # noqa: N801 - used like a function; a class, because it is on the path of every recorded call
+    """`with within(context):` runs code in a context that came with a call."""
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: Context | None) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = current.set(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        current.reset(self._token)
 
 
 def registry_of(agent: Agent) -> Registry:

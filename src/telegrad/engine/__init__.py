@@ -1,6 +1,9 @@
 """The distributed backward pass."""
 
+from functools import partial
+
 from telegrad.autograd.attach import install as install_autograd
+from telegrad.autograd.registry import registry_of
 from telegrad.engine.backward import backward, backward_async
 from telegrad.engine.cleanup import end_context, serve_cleanup
 from telegrad.engine.rref_backward import install as install_rref_backward
@@ -14,6 +17,7 @@ __all__ = ["backward", "backward_async", "end_context", "install"]
 def install(agent: Agent) -> None:
     """Put autograd and the engine on an agent."""
     install_autograd(agent)
+    registry_of(agent).end_everywhere = partial(end_context, agent)
     service = Service(agent)
     agent.extensions[Service] = service
     agent.handlers[BeginPass] = service.serve_begin

@@ -42,7 +42,8 @@ _FROM_ABOVE = {"RRef": "telegrad.rref", "remote": "telegrad.rref"}
 
 def __getattr__(name: str) -> Any:
     if name in _FROM_ABOVE:
-        return getattr(importlib.import_module(_FROM_ABOVE[name]), name)
+        found = globals()[name] = getattr(importlib.import_module(_FROM_ABOVE[name]), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
