@@ -1,5 +1,6 @@
 """Stands in for `torch.distributed.rpc.internal`: how programs take values apart, and name calls in a profile."""
 
+import io
 import traceback
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -56,6 +57,18 @@ class _InternalRPCPickler:
         """The value again."""
         return unpack(binary_data, tensor_table)
 
+
+def _load_script_module(saved: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(saved))  # type: ignore[no-untyped-call]
+
+
+def _save_script_module(module: Any) -> tuple[Any, ...]:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return _load_script_module, (file.getvalue(),)
+
+
+register_reducer(torch.jit.ScriptModule, _save_script_module)
 
 _registered: set[type] = set()
 _internal_rpc_pickler = _InternalRPCPickler()
