@@ -104,10 +104,13 @@ class Crew:
         """Whether no thread is left to take the next event."""
         return self._idle == 0
 
-    @property
-    def busy(self) -> int:
-        """Threads that are handling something."""
-        return len(self._threads) - self._idle
+    def works(self) -> bool:
+        """Whether some thread is handling something, and not waiting meanwhile."""
+        return len(self._threads) - self._idle - self._sleeping > 0
+
+    def another_works(self) -> bool:
+        """The same, asked by one of them."""
+        return len(self._threads) - self._idle - self._sleeping > 1
 
     def _hire(self, beyond: bool = False) -> None:
         with self._lock:

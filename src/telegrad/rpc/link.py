@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
-from telegrad.rpc.blocking import blocking
+from telegrad.rpc.blocking import blocking, local
 from telegrad.rpc.flusher import BURST, LAZY
 from telegrad.rpc.pending import FOREVER, Pending, Slot
 from telegrad.rpc.spin import Spinner
@@ -286,6 +286,8 @@ class Link:
 
     def _read_until(self, slot: Slot) -> None:
         spinner = self._spinner
+        crew = self.agent.crew
+        disturbs = crew.works if local.turn is None else crew.another_works
         while not slot.done:
             connection = self._connection
             if connection is None:  # lost: the agent dials again, or finds that the worker is dead
@@ -295,7 +297,7 @@ class Link:
                 if left <= 0:
                     return
                 continue
-            if not spinner.wait(connection.stream.readable):
+            if not spinner.wait(connection.stream.readable, disturbs):
                 left = slot.deadline - time.monotonic()
                 if left <= 0:
                     return

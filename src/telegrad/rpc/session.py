@@ -121,7 +121,7 @@ class Session:
                 frames = connection.receive()
                 if not frames and frames is not None:
                     self._flush(connection)
-                    if self._spinner.wait(connection.stream.readable):
+                    if self._spinner.wait(connection.stream.readable, self.agent.crew.another_works):
                         continue
             except (OSError, ValueError):
                 frames = None
