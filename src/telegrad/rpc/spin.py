@@ -2,8 +2,8 @@
 
 Falling asleep and being woken costs 50 to 100 us on each side of a call, more than a small call itself. So a thread that
 expects its answer within a few hundred microseconds looks for it first. Where answers take longer it sleeps at once, but
-for a rare probe. It always lets other processes on its core go first, and does not look while another thread of this
-process has work: those would need the interpreter that it keeps busy.
+for a rare probe. It lets other processes on its core go first, and rests for a while when that shows that the machine is
+busy. It does not look while another thread of this process has work: that needs the interpreter.
 """
 
 import os
@@ -13,21 +13,27 @@ from collections.abc import Callable
 LIMIT = 400e-6  # longer waits are slept through: the cost of waking is then a small part
 _MARGIN = 20e-6
 _PROBE_EVERY = 32
+_ANOTHER_RAN = 40e-6  # a look that takes so long has let another process run: there are more of them than cores
+_REST = 8  # waits to sleep through then
 
 
 class Spinner:
     """Waits a moment without sleeping, if that is likely to be enough."""
 
-    __slots__ = ("_expected", "_skipped")
+    __slots__ = ("_expected", "_resting", "_skipped")
 
     def __init__(self) -> None:
         self._expected = LIMIT / 4
         self._skipped = 0
+        self._resting = 0
 
     def wait(self, ready: Callable[[float], bool], disturbs: Callable[[], bool]) -> bool:
         """True if `ready(0)` became true while looking; False at once if that `disturbs` others."""
         if ready(0):
             return True
+        if self._resting:
+            self._resting -= 1
+            return False
         expected = self._expected
         if expected > LIMIT:
             self._skipped += 1
@@ -36,9 +42,10 @@ class Spinner:
             self._skipped = 0
         clock = time.perf_counter
         start = clock()
+        now = start
         end = start + min(LIMIT, 2 * expected + _MARGIN)
         pause = os.sched_yield
-        while (now := clock()) < end:
+        while now < end:
             if disturbs():
                 return False
             pause()
@@ -46,5 +53,9 @@ class Spinner:
                 elapsed = now - start
                 self._expected = elapsed if expected > LIMIT else expected + (elapsed - expected) / 8
                 return True
+            before, now = now, clock()
+            if now - before > _ANOTHER_RAN:
+                self._resting = _REST
+                return False
         self._expected = min(1.25 * expected + _MARGIN, 2 * LIMIT)
         return False
