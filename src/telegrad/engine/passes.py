@@ -1,7 +1,7 @@
 """One worker's part of one distributed backward pass: when it begins, what it hears, and when it is done.
 
-`LocalPass` runs the graph; this ties it to other workers. A pass begins here with the first message about it, once no
-call of its context is under way. Each Recv then tells its peer's Send exactly once, gradients or none; each Send here
+`LocalPass` runs the graph; this ties it to other workers. A pass begins here with the first message about it; what
+arrives later is no part of it. Each Recv tells its peer's Send exactly once, gradients or none; each Send here
 hears exactly once. The root is answered when all that has happened, or with the error that ended it.
 """
 
