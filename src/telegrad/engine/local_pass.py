@@ -29,6 +29,8 @@ from telegrad.errors import AutogradError, GradientMismatch
 K = TypeVar("K", bound=Hashable)
 Root = tuple[GradientEdge, Tensor | None]  # None: visited, but with no gradient
 
+_LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
+
 
 class LocalPass(Generic[K]):
     """A backward pass over the graph between one worker's Sends and its Recvs and leaves.
@@ -233,11 +235,23 @@ class LocalPass(Generic[K]):
             self._run_with_leaves(straight, variables)
 
     def _run_with_leaves(self, roots: list[Root], variables: list[Tensor]) -> None:
+        self._hand_over_large(roots)
         if self._sums:
             roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
         if roots:
             with grads_aside(variables) as self.gradients:
                 self._run_engine(roots, (), accumulate=True)
+
+    def _hand_over_large(self, roots: list[Root]) -> None:
+        """Turn large gradients that enter at a leaf into sums. A leaf copies what it is given unless nobody else holds
+        it, and nobody holds a sum when it is handed on. `roots` itself is emptied of them, so that it holds none."""
+        for position in range(len(roots) - 1, -1, -1):
+            edge, gradient = roots[position]
+            if gradient is None or edge.node not in self._leaves:
+                continue
+            if gradient.layout is torch.strided and gradient.nbytes >= _LARGE:
+                del roots[position]
+                self._sums.add(edge.node, gradient)
 
     def _run_closed(self, nodes: Iterable[Node], roots: list[Root]) -> None:
         """Nodes that lead to nothing but each other and leaves; what arrives at the leaves is added to their sums."""

@@ -174,6 +174,8 @@ class Pass:
                     local.hear(key, gradients)
             else:
                 local.hear(key, gradients)
+            if isinstance(gradients, list):
+                gradients.clear()  # from here on the pass alone holds them, so that a leaf can keep one without a copy
         elif gradients is not None:
             raise AutogradError(f"message {key} was sent after the pass had begun; its gradients were not used")
 

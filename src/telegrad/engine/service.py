@@ -236,6 +236,7 @@ class Service:
             )
         arrived = iter(tensors)
         gradients = [next(arrived) if there else None for there in message.present] if message.present else None
+        tensors.clear()
         # Before anything is begun: what is wrong concerns its sender, and through it the root, but not this worker.
         self._check(context, message.metadata.message_id, request.caller.worker_id, gradients)
         pass_ = self._take_part(request, context, message)
