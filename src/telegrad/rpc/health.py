@@ -17,7 +17,7 @@ from telegrad.rpc.blocking import blocking
 from telegrad.rpc.link import Link
 from telegrad.rpc.session import Session
 from telegrad.rpc.workers import Member
-from telegrad.transport.addresses import UNIX, host_identity
+from telegrad.transport.addresses import host_identity
 from telegrad.transport.handshake import Refused
 from telegrad.wire.messages import Ack, Ping
 
@@ -135,8 +135,7 @@ class Health:
         return silent < _BUSY_FACTOR * self.patience and link.host_answers(self.patience)
 
     def _is_here(self, member: Member) -> bool:
-        here = host_identity()
-        return any(a.kind == UNIX and a.host == here for a in member.addresses)
+        return member.host == host_identity()
 
     def _is_busy(self, member: Member) -> bool:
         """Whether a silent worker is known to be running all the same: only the process table of its host can tell."""

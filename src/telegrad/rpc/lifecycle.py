@@ -26,7 +26,7 @@ from telegrad.rpc.rendezvous import MeetingPlace, open_store, wait_for_ranks
 from telegrad.rpc.session import Request
 from telegrad.rpc.waits import install as install_waits
 from telegrad.rpc.workers import Member, check_id, check_name
-from telegrad.transport.addresses import Listeners
+from telegrad.transport.addresses import Listeners, host_identity
 from telegrad.wire.messages import Barrier, BarrierReply, PythonCall
 
 log = logging.getLogger("telegrad.rpc")
@@ -109,6 +109,7 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
         tuple(listeners.addresses),
         os.getpid(),
         device_maps=as_published(options),
+        host=host_identity(),
     )
     agent = Agent(member, secret, options, listeners, place)
     agent.world_size = world_size

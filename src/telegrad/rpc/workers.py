@@ -46,6 +46,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     pid: int
     leaving: bool = False
     device_maps: dict[str, dict[str, str]] = {}  # where its tensors go on other workers, by their names
+    host: str = ""  # the identity of its host: equal to ours where its process can be looked up
 
     @property
     def info(self) -> WorkerInfo:
