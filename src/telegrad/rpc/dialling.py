@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -117,6 +118,17 @@ def _with_shared_memory(hello: Hello, shared_memory: bool) -> Hello:
     return Hello(**{**fields, "shared_memory": shared_memory})
 
 
+class _HalfOpen:
+    """A connection that has yet to prove itself."""
+
+    __slots__ = ("handshake", "sock", "turn")
+
+    def __init__(self, sock: socket.socket, handshake: ListenerHandshake) -> None:
+        self.sock = sock
+        self.handshake = handshake
+        self.turn = threading.Lock()  # of the thread that reads it
+
+
 class Acceptor:
     """Accepts connections. `admit(hello)` says whether a caller that proved itself is welcome, and as what."""
 
@@ -137,7 +149,7 @@ class Acceptor:
         self._keeper = keeper
         self._admit = admit
         self._admitted = admitted
-        self._half_open: dict[int, tuple[socket.socket, ListenerHandshake]] = {}
+        self._half_open: dict[int, _HalfOpen] = {}
 
     def start(self) -> None:
         """Begin to accept."""
@@ -171,7 +183,7 @@ class Acceptor:
     def _begin(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         fd = sock.fileno()
-        entry = (sock, ListenerHandshake(self._secret))
+        entry = _HalfOpen(sock, ListenerHandshake(self._secret))
         self._half_open[fd] = entry
         self._crew.watch(fd, lambda: self._proceed(fd), armed=True)
 
@@ -183,28 +195,39 @@ class Acceptor:
 
     def _proceed(self, fd: int) -> None:
         entry = self._half_open.get(fd)
-        if entry is None:
+        # Descriptor numbers are used again, so an event may be meant for one that was closed: one thread at a time.
+        if entry is None or not entry.turn.acquire(blocking=False):
             return
-        sock, handshake = entry
+        try:
+            waits = self._advance(fd, entry)
+        finally:
+            entry.turn.release()
+        if waits:  # armed after the turn is given back, so that the event finds it free
+            self._crew.arm(fd)
+
+    def _advance(self, fd: int, entry: "_HalfOpen") -> bool:
+        """Read what there is; True if more has to come."""
+        sock, handshake = entry.sock, entry.handshake
         try:
             while handshake.hello is None:
                 try:
                     data = sock.recv(handshake.needs)
                 except BlockingIOError:
-                    self._crew.arm(fd)
-                    return
+                    return True
                 if not data:
                     self._drop(fd, "it closed the connection before it proved itself")
-                    return
+                    return False
                 answer = handshake.feed(data)
                 if answer:
                     sock.send(answer)  # fixed small size: fits the empty send buffer
-            self._finish(fd, sock, handshake.hello)
+            if self._half_open.get(fd) is entry:  # else another thread finished it
+                self._finish(fd, sock, handshake.hello)
         except (TelegradError, OSError) as error:
             if isinstance(error, AuthenticationError):
                 with contextlib.suppress(OSError):
                     sock.send(ListenerHandshake.refusal(error))
             self._drop(fd, str(error))
+        return False
 
     def _finish(self, fd: int, sock: socket.socket, hello: Hello) -> None:
         lane_socket = None
@@ -233,7 +256,7 @@ class Acceptor:
             return
         log.warning("refused a connection: %s", why)
         self._crew.forget(fd)
-        entry[0].close()
+        entry.sock.close()
 
     def close(self) -> None:
         """Stop accepting."""
@@ -244,4 +267,4 @@ class Acceptor:
             entry = self._half_open.pop(fd, None)
             if entry is not None:
                 self._crew.forget(fd)
-                entry[0].close()
+                entry.sock.close()
