@@ -13,8 +13,8 @@ from collections.abc import Callable
 LIMIT = 400e-6  # longer waits are slept through: the cost of waking is then a small part
 _MARGIN = 20e-6
 _PROBE_EVERY = 32
-_ANOTHER_RAN = 40e-6  # a look that takes so long has let another process run: there are more of them than cores
-_REST = 8  # waits to sleep through then
+_ANOTHER_RAN = 200e-6  # a look that takes so long has let another process run: there are more of them than cores
+_REST = 4  # waits to sleep through then
 
 
 class Spinner:
