@@ -45,6 +45,9 @@ def draw(records: Sequence[Record], machine: Record, path: Path) -> bool:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(places, [record["title"] for record in drawn])
     axes.set_ylim(len(drawn) - 0.4, -0.6)
+    # One wild round must not squeeze all the bars.
+    longest = max([ratio["median"] for ratio in ratios] + [record["aim"] or record["bar"] for record in drawn])
+    axes.set_xlim(0, 1.2 * longest)
     axes.set_xlabel("times faster than torch.distributed.rpc (whiskers: rounds)")
     axes.set_title(f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}", fontsize=9)
     axes.legend(loc="lower right", frameon=False)
