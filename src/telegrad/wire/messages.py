@@ -217,12 +217,6 @@ class CleanupAutogradContextReply(Message, frozen=True, tag=29):
     """The context is forgotten here."""
 
 
-class GetGradients(Message, frozen=True, tag=27):
-    """Send me the gradients of this context on your worker; the payload of the reply holds them."""
-
-    context_id: ContextId
-
-
 # --- profiling --------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +311,6 @@ AnyMessage = (
     | AbortPass
     | CleanupAutogradContext
     | CleanupAutogradContextReply
-    | GetGradients
     | RpcWithProfiling
     | RpcWithProfilingReply
     | Ping
