@@ -10,6 +10,7 @@
 
 import faulthandler
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +29,10 @@ _common = settings(deadline=None, print_blob=True, suppress_health_check=[Health
 settings.register_profile("ci", _common, max_examples=CI_EXAMPLES, derandomize=True, database=None)
 settings.register_profile("long", _common, max_examples=LONG_EXAMPLES)
 settings.load_profile("ci")
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and so would every program a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _real_stderr = pytest.StashKey[int]()
 

@@ -53,8 +53,8 @@ def test_the_owner_dies() -> None:
             rpc.rpc_sync("worker2", keep, (rref,))
         rpc.rpc_sync("worker2", let_go)
         del rref, slow, use
-        gc.collect()  # errors that were caught hold this frame
-        eventually(lambda: all_empty(["worker0", "worker2"]))
+        # Errors that were caught hold this frame, and so do those that other threads are just raising.
+        eventually(lambda: (gc.collect() or True) and all_empty(["worker0", "worker2"]))
 
 
 @pytest.mark.slow
