@@ -60,6 +60,10 @@ class WorkerDied(TelegradError, ConnectionError):
         self.worker = worker
         self.incarnation = incarnation
 
+    def again(self) -> "WorkerDied":
+        """The same error, to be raised anew: one that is kept must not collect the frames of all it is raised to."""
+        return _rebuild_worker_died(str(self), self.worker, self.incarnation)
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_worker_died, (str(self), self.worker, self.incarnation)
 

@@ -88,7 +88,7 @@ class Link:
         if connection is not None:
             return connection
         if self.dead is not None:
-            raise self.dead
+            raise self.dead.again()
         with blocking():
             left = -1.0 if deadline == FOREVER else max(0.0, deadline - time.monotonic())
             if not self._dial_lock.acquire(timeout=left):
@@ -99,17 +99,17 @@ class Link:
                 problem = error
                 final = self.agent.health.is_final(self.member, error)
                 if final:
-                    self.dead = error  # at once: those who wait for the lock need not dial as well
+                    self.dead = error.again()  # at once: those who wait for the lock need not dial as well
             finally:
                 self._dial_lock.release()
         if final:
             self.agent.lost(self.member, f"worker {self.member.name!r} is gone: {problem.__cause__ or problem}")
-        raise self.dead if self.dead is not None else problem
+        raise self.dead.again() if self.dead is not None else problem
 
     def _dial(self, deadline: float) -> Connection:
         """Dial, and send what may not have arrived: the worker knows by the ids what it has already taken."""
         if self.dead is not None:
-            raise self.dead
+            raise self.dead.again()
         connection, self.main_by_value = self.agent.dial(self.member, self.number, self._writing_waits, deadline)
         # Not for longer than a silent worker is waited for: the lock held here is needed to give it up.
         limit = time.monotonic() + self.agent.health.patience
