@@ -24,7 +24,8 @@ demo: $(VENV)/.installed-demo  ## train a small network over three local workers
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: check  ## check, then all tests (short profile)
-	$(BIN)/python -m pytest $(ARGS)
+	@# On a shared machine a test with real processes may meet a bad moment: what fails is run once more, alone, in the open.
+	$(BIN)/python -m pytest $(ARGS) || $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 check: $(VENV)/.installed-dev  ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .
