@@ -24,8 +24,7 @@ demo: $(VENV)/.installed-demo  ## train a small network over three local workers
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: check  ## check, then all tests (short profile)
-	@# On a shared machine a test with real processes may meet a bad moment: what fails is run once more, alone, in the open.
-	$(BIN)/python -m pytest $(ARGS) || $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.installed-dev  ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .
