@@ -326,6 +326,37 @@ def test_parts_that_came_early_reach_the_leaf_without_a_copy() -> None:
     assert pass_.gradients[x].data_ptr() == parts[0]
 
 
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_gradient_that_two_leaves_share_is_copied_for_both_and_one_that_nobody_shares_is_taken(when: str) -> None:
+    given: list[int] = []
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+            return first + second
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            given.append(gradient.data_ptr())
+            return gradient, gradient
+
+    class Each(Both):
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            mine, other = gradient * 2, gradient * 3
+            given.extend((mine.data_ptr(), other.data_ptr()))
+            return mine, other
+
+    for function, taken in ((Both, False), (Each, True)):
+        given.clear()
+        x, y = leaf(), leaf()
+        tested = function.apply(x, y)[0] * 2
+        sends = {"early": tested, "late": leaf() * 2} if when == "early" else {"early": leaf() * 2, "late": tested}
+        gradients = run_whole(sends).gradients
+        assert gradients[x].data_ptr() != gradients[y].data_ptr()
+        assert (gradients[x].data_ptr() in given) == (gradients[y].data_ptr() in given) == taken
+
+
 @pytest.fixture
 def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -3,12 +3,13 @@
 A leaf's own node runs once in a pass, with the total, so that hooks on leaves see what they would see in one
 process. Until then its gradient arrives in parts, and asking the engine for a part would fire the leaf's tensor hooks:
 `hooks_held`. When the node runs it writes to `.grad`, which belongs to the user: `grads_aside` keeps the user's value
-and takes the result. Other passes may use the same leaves in other threads: `claimed` gives the things it names to one
-thread at a time.
+and takes the result. A leaf takes a gradient that nobody else holds and copies any other; one that several leaves have
+in common is to be copied for each, as in torch's distributed pass: `shared_held`. Other passes may use the same leaves
+in other threads: `claimed` gives the things it names to one thread at a time.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from telegrad.autograd.functions import anchored
+from telegrad.autograd.functions import Gradients, anchored
+from telegrad.engine.regions import Edges
 
 _claims = threading.Condition()
 _claimant: dict[int, int] = {}  # id of a claimed thing -> thread that has it
+
+# The nodes that hand on one tensor twice: of torch's own only an addition, and any that a user wrote.
+with torch.inference_mode(False), torch.enable_grad():  # whatever the mode is where this is imported
+    _SHARING = (type((torch.ones(1, requires_grad=True) + 1).grad_fn), torch.autograd.function.BackwardCFunction)
 
 
 @contextmanager
@@ -72,6 +78,48 @@ def grads_aside(leaves: Sequence[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
     finally:
         for leaf, grad in zip(leaves, kept, strict=True):
             leaf.grad = grad
+
+
+def may_share(graph: Mapping[Node, Edges[Node]], leaves: Mapping[Node, Tensor]) -> list[Node]:
+    """The nodes that may hand one and the same gradient to several leaves: they lead to two of one shape at least."""
+    found = []
+    for node, edges in graph.items():
+        if len(edges) > 1 and isinstance(node, _SHARING):
+            below = {child for child, _ in edges if child is not None and child in leaves}
+            if len(below) > 1 and len({leaves[child].shape for child in below}) < len(below):
+                found.append(node)
+    return found
+
+
+@contextmanager
+def shared_held(nodes: Sequence[Node]) -> Iterator[None]:
+    """Hold what one of `nodes` hands to several children until the way out, so that no leaf takes it for itself."""
+    if not nodes:
+        yield
+        return
+    held: list[Tensor] = []
+
+    def hold(leaving: Gradients, _: object) -> None:
+        held.extend(repeated(leaving))
+
+    handles = [node.register_hook(hold) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def repeated(gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    """Those that are there more than once."""
+    seen: set[int] = set()
+    again = []
+    for gradient in gradients:
+        if gradient is not None:
+            if id(gradient) in seen:
+                again.append(gradient)
+            seen.add(id(gradient))
+    return again
 
 
 class _HeldHook:
@@ -171,7 +219,7 @@ class LeafSums:
 
 class _Handover(torch.autograd.Function):
     """A node that leads to leaves and gives each its sum. Nobody else holds the sums then, and the leaves take them
-    without a copy."""
+    without a copy, except those that several have in common: the node keeps these, and goes when the pass ends."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, sums: list[Tensor | None], *leaves: Tensor) -> Tensor:
@@ -182,5 +230,5 @@ class _Handover(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         sums: list[Tensor | None] = ctx.sums
         handed = (None, None, *sums)
-        sums.clear()
+        sums[:] = repeated(sums)
         return handed

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Gradients, RecvNode
 from telegrad.engine.cut import cut_before, empty_queue
-from telegrad.engine.leaves import LeafSums, claimed, grads_aside, hooks_held, variable_of
+from telegrad.engine.leaves import LeafSums, claimed, grads_aside, hooks_held, may_share, shared_held, variable_of
 from telegrad.engine.regions import Batch, Edges, Plan, Way
 from telegrad.errors import AutogradError, GradientMismatch
 
@@ -239,7 +239,7 @@ class LocalPass(Generic[K]):
         if self._sums:
             roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
         if roots:
-            with grads_aside(variables) as self.gradients:
+            with grads_aside(variables) as self.gradients, shared_held(may_share(self._graph, self._leaves)):
                 self._run_engine(roots, (), accumulate=True)
 
     def _hand_over_large(self, roots: list[Root]) -> None:
