@@ -2,11 +2,15 @@
 
 import ctypes
 import os
+import time
+from pathlib import Path
 
 import pytest
 
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks import MIN_BLOCK, Borrower, Heap, Lender, block_size
+
+FOREVER = float("inf")
 
 
 def test_size_classes_waste_little() -> None:
@@ -126,3 +130,78 @@ def test_a_heap_keeps_no_more_than_its_limit() -> None:
     held = [heap.allocate(1) for _ in range(10)]
     held.clear()
     assert heap._idle_bytes == 3 * MIN_BLOCK
+
+
+def test_what_is_idle_for_long_goes_and_what_is_in_use_stays() -> None:
+    lender = Lender()
+    lent, idle, young = (lender.take(size) for size in (1, 1, 100_000))
+    lender.give_back([idle.number])
+    between = time.monotonic()
+    lender.give_back([young.number])
+    lender.trim(idle.idle_since)  # not before: none is older
+    assert not lender.has_retired
+    lender.trim(between)
+    assert lender.retired() == (idle.number,)
+    lender.trim(between)
+    assert not lender.has_retired
+    assert lender.take(100_000) is young
+    assert lender.take(1) not in (idle, lent)
+    lender.close()
+
+
+def test_the_oldest_of_a_size_go_first() -> None:
+    lender = Lender()
+    first, second = lender.take(1), lender.take(1)
+    lender.give_back([first.number])
+    lender.give_back([second.number])
+    assert lender.take(1) is second  # the last to come is used again, so that the first can grow old
+    lender.give_back([second.number])
+    lender.trim(second.idle_since)
+    assert lender.retired() == (first.number,)
+    lender.close()
+
+
+def test_a_lender_without_blocks_has_none() -> None:
+    lender = Lender()
+    assert not lender.has_blocks
+    block = lender.take(1)
+    assert lender.has_blocks
+    lender.give_back([block.number])
+    assert lender.has_blocks
+    lender.trim(FOREVER)
+    assert not lender.has_blocks
+    assert lender._idle_bytes == lender.lent_bytes == 0
+
+
+def test_memory_is_unmapped_when_it_is_trimmed() -> None:
+    lender, borrower, heap = Lender(), Borrower(), Heap()
+    block = lender.take(MIN_BLOCK)
+    borrower.map(block.number, os.dup(block.fd), block.size)
+    heap.allocate(3 * MIN_BLOCK)
+    assert len(shared_mappings()) == 2
+    lender.give_back([block.number])
+    del block
+    lender.trim(FOREVER)
+    borrower.retire(lender.retired())
+    heap.trim(FOREVER)
+    assert shared_mappings() == []
+    assert heap._idle_bytes == 0
+
+
+def shared_mappings() -> list[str]:
+    """Blocks that this process has mapped."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:telegrad" in line]
+
+
+def test_a_heap_keeps_what_was_used_lately() -> None:
+    heap = Heap()
+    first, second = heap.allocate(1), heap.allocate(1)
+    old, young = ctypes.addressof(first), ctypes.addressof(second)
+    del first
+    between = time.monotonic()
+    del second
+    heap.trim(between)
+    assert heap._idle_bytes == MIN_BLOCK
+    assert ctypes.addressof(again := heap.allocate(1)) == young
+    assert ctypes.addressof(heap.allocate(1)) != young
+    assert old != young and again is not None

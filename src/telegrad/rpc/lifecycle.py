@@ -120,7 +120,7 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
             importlib.import_module(layer).install(agent)
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
-        agent.health.start_heartbeat()
+        agent.health.start()
     except BaseException as error:
         set_current_agent(None)
         if not isinstance(error, _NameClash):  # the other one must find this record to see the clash, too

@@ -465,6 +465,12 @@ class Link:
             except (OSError, TimeoutError):
                 log.debug("a ping to %s could not be sent", self.member.name)
 
+    def tidy(self, before: float) -> None:
+        """Return memory that has been idle since `before`; the worker's own word on that is read by the crew."""
+        connection = self._connection
+        if connection is not None and connection.tidy(before):
+            self._arm()
+
     def _lost(self, connection: Connection) -> None:
         """The connection ended. Dial again at once: a living worker answers, a dead one refuses."""
         with self._dial_lock:

@@ -18,6 +18,7 @@ from telegrad.errors import ProtocolError
 from telegrad.rpc.blocking import local
 from telegrad.rpc.flusher import LAZY
 from telegrad.rpc.link import KEPT_NOTICES
+from telegrad.rpc.ranges import Ranges
 from telegrad.rpc.spin import Spinner
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
@@ -32,7 +33,7 @@ log = logging.getLogger("telegrad.rpc")
 # Requests of one caller that are taken and not answered. Those that occupy a thread are bounded by the crew; this
 # bounds the others, coroutines and functions that return futures, and what they hold.
 MOST_RUNNING = 4096
-_MOST_FORGOTTEN = 65536  # far more than can be on their way a second time
+_LOOK_SECONDS = 0.001
 
 NO_WORK = (Barrier, Ping, DebugWaits)  # requests of Telegrad's own, which a shutdown does not wait for
 
@@ -53,7 +54,7 @@ class Session:
         self._answering: dict[int, None] = {}  # no longer running, not yet sent: a worker that leaves waits for these
         self._replies: dict[int, tuple[Any, ...]] = {}  # sent, but not yet known to have arrived
         self._acked = 0
-        self._forgotten: dict[int, None] = {}  # answered and acknowledged by name, in that order
+        self._forgotten = Ranges()  # answered, and acknowledged by name though an older request still runs
         self._noticed: dict[int, None] = {}  # notices taken lately, oldest first: one may come again
         self.paused = False  # so much is running that no more is read
         self._holds = False  # whether a reply waits for those of the requests behind it
@@ -226,20 +227,21 @@ class Session:
 
     def _forget_replies(self, ack: int) -> None:
         self._acked = ack
-        for request_id in [i for i in self._replies if i < ack]:
-            self._replies.pop(request_id, None)
+        for request_id in list(self._replies):  # a copy: other threads reply meanwhile
+            if request_id < ack:
+                self._replies.pop(request_id, None)
+        if self._forgotten:
+            with self._lock:
+                self._forgotten.drop_below(ack)
 
     def _forget_named(self, frame: Frame) -> None:
         """Forget replies that have arrived though an older request still runs; that they were run stays known."""
         count = len(frame.payload) // 8
-        for request_id in memoryview(frame.payload)[: count * 8].cast("B").cast("Q") if count else ():
-            if self._replies.pop(request_id, None) is not None:
-                self._forgotten[request_id] = None
-        while self._forgotten:
-            oldest = next(iter(self._forgotten))
-            if oldest >= self._acked and len(self._forgotten) <= _MOST_FORGOTTEN:
-                break
-            del self._forgotten[oldest]
+        named = memoryview(frame.payload)[: count * 8].cast("B").cast("Q") if count else ()
+        with self._lock:
+            for request_id in named:
+                if self._replies.pop(request_id, None) is not None:
+                    self._forgotten.add(request_id)
 
     # --- replying ---
 
@@ -316,6 +318,12 @@ class Session:
             if not connection.closed:  # once only: the number of its descriptor may be another's by now
                 self.agent.crew.forget(connection.stream.fileno())
                 connection.close()
+
+    def tidy(self, before: float) -> None:
+        """Return memory that has been idle since `before`."""
+        connection = self.connection
+        if connection is not None:
+            connection.tidy(before)
 
     def ping(self) -> None:
         """The keeper: let the caller know that this worker lives, though it reads nothing at the moment."""

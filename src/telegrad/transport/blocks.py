@@ -4,12 +4,16 @@ Between two workers on one host a sender copies tensors once, into a block of sh
 receiver's tensors alias that block (`Borrower`) until their storage is freed, and then the block goes back to the
 sender. Without shared memory the receiver reads into blocks of its own (`Heap`). Who may write to a block is never in
 doubt: its sender until the message is sent, its receiver until it is released.
+
+A pool keeps what the traffic of the last moments used: whoever owns it calls `trim` now and then, and what has been
+idle for longer goes back to the system.
 """
 
 import ctypes
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -54,13 +58,14 @@ class Mapping:
 class Block:
     """A mapping and the ctypes array type that gives out aliases of it."""
 
-    __slots__ = ("_array_type", "_mapping", "address", "fd", "number", "size")
+    __slots__ = ("_array_type", "_mapping", "address", "fd", "idle_since", "number", "size")
 
     def __init__(self, number: int, size: int, fd: int = -1) -> None:
         self._mapping = Mapping(fd, size)
         self.number = number
         self.size = size
         self.fd = fd
+        self.idle_since = 0.0
         self.address = self._mapping.address
         self._array_type = ctypes.c_char * size
 
@@ -75,6 +80,16 @@ class Block:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _count_idle_since(idle: list[Block], before: float) -> int:
+    """How many of them, from the first on; the last one to come is the first to be used again, so these are oldest."""
+    count = 0
+    for block in idle:
+        if block.idle_since >= before:
+            break
+        count += 1
+    return count
 
 
 class Lender:
@@ -117,6 +132,7 @@ class Lender:
 
     def give_back(self, numbers: Iterable[int]) -> None:
         """The peer released these."""
+        now = time.monotonic()
         with self._lock:
             for number in numbers:
                 block = self._lent.pop(number, None)
@@ -127,8 +143,29 @@ class Lender:
                     block.close()
                     self._retired.append(number)
                 else:
+                    block.idle_since = now
                     self._idle.setdefault(block.size, []).append(block)
                     self._idle_bytes += block.size
+
+    def trim(self, before: float) -> None:
+        """Retire the blocks that have been idle since `before` on the monotonic clock."""
+        gone: list[Block] = []  # unmapped after the lock is free: that takes a while for large ones
+        with self._lock:
+            for size, idle in list(self._idle.items()):
+                old = _count_idle_since(idle, before)
+                gone += idle[:old]
+                del idle[:old]
+                if not idle:
+                    del self._idle[size]
+            for block in gone:
+                block.close()
+                self._idle_bytes -= block.size
+                self._retired.append(block.number)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there is a block at all, idle or lent."""
+        return bool(self._lent or self._idle)
 
     @property
     def has_retired(self) -> bool:
@@ -253,8 +290,17 @@ class Heap:
             # Runs in whichever thread drops the last tensor, possibly inside another allocation: takes no lock.
             self._refs.pop(key, None)
             if self._idle_bytes + block.size <= self._idle_limit:
+                block.idle_since = time.monotonic()
                 self._idle_bytes += block.size
                 self._idle.setdefault(block.size, []).append(block)
 
         self._refs[key] = weakref.ref(alias, freed)
         return alias
+
+    def trim(self, before: float) -> None:
+        """Let go of the buffers that have been idle since `before` on the monotonic clock."""
+        for idle in list(self._idle.values()):
+            # Without a lock another thread may take one meanwhile; then a younger one goes, which costs only time.
+            del idle[: _count_idle_since(idle, before)]
+        # Counted anew: two threads that change it at once may have lost one of the changes.
+        self._idle_bytes = sum(size * len(idle) for size, idle in list(self._idle.items()))

@@ -111,6 +111,20 @@ class Connection:
         if self._outbox:
             self.send_encoded(b"", deadline)
 
+    def tidy(self, before: float) -> bool:
+        """Return the blocks that have been idle since `before`, and tell the peer which it need not keep either.
+
+        Says whether the peer may have such news as well."""
+        if self._lender is None:
+            return False
+        self._lender.trim(before)
+        if self._has_notices():
+            try:
+                self.send_encoded(b"", time.monotonic())
+            except (OSError, ValueError):
+                log.debug("a peer hears of idle blocks with the next message")
+        return self._lender.has_blocks or self._borrower.mapped > 0
+
     def _write(self, buffers: list[Any], deadline: float | None) -> None:
         """Write, after what was held back. TimeoutError at the deadline, also if another thread is still writing."""
         if deadline is None:
