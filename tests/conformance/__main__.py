@@ -16,7 +16,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 _SAMPLE = 6  # one test in so many of a large suite; of a small one, all
 _SMALL = 10
-_TRIES = 3  # of a test that is unsteady by itself
+_TRIES = 1  # of a test that is unsteady by itself
 
 
 def _arguments() -> argparse.Namespace:

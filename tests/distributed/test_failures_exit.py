@@ -64,12 +64,12 @@ def test_the_process_ends_and_leaves_nothing(ending: str, tmp_path: Path) -> Non
             _await(tmp_path / "meeting.ready")
             time.sleep(0.1 if status == -signal.SIGINT else 0.0)  # to be in the middle of the wait, usually
             processes[0].send_signal(-status)
-        assert processes[0].wait(PATIENCE) in (status, 1 if status == -signal.SIGINT else status)
-        assert processes[1].wait(PATIENCE) == 0  # which waited in its shutdown for the other
+        assert _status(processes[0]) in (status, 1 if status == -signal.SIGINT else status)
+        assert _status(processes[1]) == 0  # which waited in its shutdown for the other
     finally:
         for each in processes:
             each.kill()
-            each.communicate()
+            each.wait()
     assert list(temporary.iterdir()) == []
     assert _shared_memory() <= shared_before
 
@@ -99,6 +99,12 @@ def _start(script: Path, meeting: Path, rank: int, temporary: Path) -> "subproce
     environment: dict[str, Any] = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(meeting), str(rank)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def _status(process: "subprocess.Popen[str]") -> int:
+    _, said = process.communicate(timeout=PATIENCE)
+    print(said)  # shown if the status is not the expected one
+    return process.returncode
 
 
 def _await(path: Path) -> None:

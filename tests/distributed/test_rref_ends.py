@@ -39,8 +39,12 @@ def test_ids_and_texts_are_those_of_torch() -> None:
 
 
 @pytest.mark.slow
-def test_the_owner_dies() -> None:
+def test_the_owner_dies(request: pytest.FixtureRequest) -> None:
     with cluster(3) as job:
+        # No error on the way may hold the frames that hold it: a handle ends when it is let go, not at a collection.
+        rpc.rpc_sync("worker2", gc.disable)
+        request.addfinalizer(gc.enable)
+        gc.disable()
         rref, slow = rpc.remote("worker1", add, (1, 1)), rpc.remote("worker1", gated, ("never", 1))
         rpc.rpc_sync("worker2", keep, (rref,))
         job.kill("worker1")
@@ -53,8 +57,7 @@ def test_the_owner_dies() -> None:
             rpc.rpc_sync("worker2", keep, (rref,))
         rpc.rpc_sync("worker2", let_go)
         del rref, slow, use
-        # Errors that were caught hold this frame, and so do those that other threads are just raising.
-        eventually(lambda: (gc.collect() or True) and all_empty(["worker0", "worker2"]))
+        eventually(lambda: all_empty(["worker0", "worker2"]))
 
 
 @pytest.mark.slow

@@ -69,13 +69,14 @@ class Roll:
 
     def _answered(self, member: Member, slot: Slot) -> None:
         named: set[WorkerId] = set()
+        unanswered = slot.error is not None
         try:
             reply = self._agent.reply_frame(slot).message
             if type(reply) is PassDone:
                 named = set(reply.participants)
                 self._hear(reply, self._agent.reply_tensors(slot))
         except RpcTimeout as error:  # of this request, or one that the worker's own pass met
-            self._give_up(self._too_late() if slot.error is not None else error)
+            self._give_up(self._too_late() if unanswered else error)
         except BaseException as error:
             self._give_up(error)
         with self._settled:

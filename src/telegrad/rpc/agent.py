@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from telegrad.errors import AuthenticationError, NotInitialized, ProtocolError, UnknownWorker, WorkerDied
-from telegrad.ids import Incarnation, WorkerId
+from telegrad.ids import Incarnation, WorkerId, generation_of
 from telegrad.rpc.crew import Crew
 from telegrad.rpc.devices import place
 from telegrad.rpc.dialling import Acceptor, dial, main_fingerprint
@@ -157,8 +157,12 @@ class Agent:
     def learn(self, members: Sequence[Member]) -> None:
         """Take in records of members."""
         for gone in self.directory.update(members):
-            if gone.incarnation != self.member.incarnation:
-                self.lost(gone, f"worker {gone.name!r} has left, or was started again")
+            if gone.incarnation == self.member.incarnation:
+                continue
+            if self.directory.has_left(gone):
+                self._leaves(gone, f"worker {gone.name!r} has left")
+            else:
+                self.lost(gone, f"worker {gone.name!r} was started again")
 
     def wait_for_return(self, member: Member, seconds: float) -> None:
         """Wait until a worker that died is back under its name; raises what ended it at the deadline."""
@@ -187,14 +191,18 @@ class Agent:
             raise NotInitialized(
                 f"worker {self.info.name!r} is shutting down; nothing can be asked of {member.name!r} now"
             )
+        if link is not None:  # two have this id: the one started first is gone, whatever was still expected of it
+            first = min(link.member, member, key=lambda m: generation_of(m.incarnation))
+            self.lost(first, f"worker {first.name!r} was started again")
         with self._lock:
             link = self._links.get(member.worker_id)
             if link is None or link.member.incarnation != member.incarnation:
                 self._link_numbers += 1
-                link = Link(self, member, self._link_numbers)
-                if member.incarnation in self._dead:
-                    link.dead = self._dead[member.incarnation]
-                self._links[member.worker_id] = link
+                new = Link(self, member, self._link_numbers)
+                new.dead = self._dead.get(member.incarnation)
+                if link is None or new.dead is None:
+                    self._links[member.worker_id] = new
+                link = new
             return link
 
     def dial(
@@ -287,7 +295,7 @@ class Agent:
     def reply_frame(self, slot: Slot) -> Frame:
         """The frame of a slot that is done; raises what went wrong."""
         if slot.error is not None:
-            raise slot.error
+            raise slot.take_error()
         frame = slot.frame
         assert frame is not None
         if frame.kind == Kind.FAILURE:
@@ -441,12 +449,16 @@ class Agent:
         self.lost(member, f"worker {member.name!r} has shut down", departed=True)
 
     def caller_said_goodbye(self, member: Member) -> None:
-        """A worker that calls this one left on purpose. What it answered before comes over the link, and first."""
+        """A worker that calls this one left on purpose."""
+        self._leaves(member, f"worker {member.name!r} has shut down")
+
+    def _leaves(self, member: Member, why: str) -> None:
+        """Somebody says that a worker leaves. What it answered before comes over the link, and then its end."""
         link = self._links.get(member.worker_id)
         if link is not None and link.connected and link.member.incarnation == member.incarnation:
             link.look_out()
         else:
-            self.said_goodbye(member)
+            self.lost(member, why, departed=True)
 
     def lost(self, member: Member, why: str, departed: bool = False) -> None:
         """A worker is gone: everything that waits on it ends now."""

@@ -19,6 +19,7 @@ _ONCE = select.EPOLLIN | select.EPOLLONESHOT
 _END_ONLY = select.EPOLLRDHUP  # not armed: nothing but the end of the stream
 _IDLE_SECONDS = 10.0
 _KEEP_IDLE = 2
+_MOMENT = 0.1  # for what is handled without user code, with much to spare
 _MOST_THREADS = 1024  # with those that wait for others; beyond, requests wait in their sockets
 
 
@@ -176,16 +177,21 @@ class Crew:
         task()
 
     def close(self, timeout: float = 1.0) -> None:
-        """Stop handling events and wait a moment for the threads, but not for those that run user code."""
+        """Stop handling events and wait for the threads; for those that handle something, only a moment.
+
+        One that is still on its way out when the interpreter ends can take the process down with it: if it holds the
+        lock of stderr, or is inside a C++ function that let go of the GIL. One in a user's function cannot be ended.
+        """
         with self._lock:
             self._closed = True
             threads = list(self._threads)
         os.eventfd_write(self._bell, 1)
         here = threading.current_thread()
-        deadline = time.monotonic() + timeout
+        now = time.monotonic()
         for thread in threads:
             if thread is not here and thread.ident is not None:  # one just hired, not yet started, ends by itself
-                thread.join(max(0.0, deadline - time.monotonic()) if self._idle else 0.0)
+                limit = now + (timeout if self._idle else min(timeout, _MOMENT))
+                thread.join(max(0.0, limit - time.monotonic()))
         self._handlers.clear()
         self._epoll.close()
         os.close(self._bell)

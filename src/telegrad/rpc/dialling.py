@@ -70,7 +70,10 @@ def dial(
         except (OSError, ProtocolError) as error:
             problem = error
     assert problem is not None
-    raise problem
+    try:
+        raise problem
+    finally:
+        del problem  # this frame would hold the error that holds it
 
 
 def _dial_address(

@@ -34,6 +34,7 @@ log = logging.getLogger("telegrad.rpc")
 _LOOPBACK = "127.0.0.1"
 _LOOK_SECONDS = 0.001
 _ASK_SECONDS = 1.0
+_DELIVERY_SECONDS = 5.0
 
 # The layers above, each with an `install(agent)` that puts its handlers and hooks on an agent. By name: this layer
 # imports none of them.
@@ -313,7 +314,19 @@ def wait_for_all(agent: Agent, timeout: float, leaving: bool = True) -> None:
         _drain(agent, deadline, timeout)
         for prepare in agent.before_shutdown:
             prepare()
+        _deliver(agent, deadline)
         return
+    # All leave together: those who are quicker have said so before the last barrier, and still take part in it.
+    agent.take_news = lambda members: agent.learn([m for m in members if not m.leaving])
+    try:
+        _wait_for_all_together(agent, deadline, timeout, leaving)
+    finally:
+        agent.take_news = agent.learn
+    if leaving:
+        _deliver(agent, deadline)
+
+
+def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leaving: bool) -> None:
     previous = -1
     generation = 0
     while True:
@@ -362,6 +375,13 @@ def _drain(agent: Agent, deadline: float, timeout: float) -> None:
                 f"{', '.join(waiting[:10])}"
             )
         time.sleep(_LOOK_SECONDS)
+
+
+def _deliver(agent: Agent, deadline: float) -> None:
+    """Give the last answers a moment to reach those who asked, who may be slow to take them in."""
+    until = min(deadline, time.monotonic() + _DELIVERY_SECONDS)
+    for session in agent.sessions():
+        session.deliver(until)
 
 
 def _at_exit() -> None:

@@ -96,15 +96,18 @@ class Link:
             try:
                 return self._connection if self._connection is not None else self._dial(deadline)
             except WorkerDied as error:
-                problem = error
+                # Kept as text and raised anew below: an error in a variable of a frame it passed is a cycle.
+                text, why = str(error), f"worker {self.member.name!r} is gone: {error.__cause__ or error}"
                 final = self.agent.health.is_final(self.member, error)
                 if final:
                     self.dead = error.again()  # at once: those who wait for the lock need not dial as well
             finally:
                 self._dial_lock.release()
         if final:
-            self.agent.lost(self.member, f"worker {self.member.name!r} is gone: {problem.__cause__ or problem}")
-        raise self.dead.again() if self.dead is not None else problem
+            self.agent.lost(self.member, why)
+        if self.dead is not None:
+            raise self.dead.again()
+        raise WorkerDied(text, worker=self.member.name, incarnation=self.member.incarnation)
 
     def _dial(self, deadline: float) -> Connection:
         """Dial, and send what may not have arrived: the worker knows by the ids what it has already taken."""

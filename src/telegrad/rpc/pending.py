@@ -52,6 +52,12 @@ class Slot:
         # The message as it was given to the connection, to send again over a new one.
         self.resend: tuple[Any, ...] = ()
 
+    def take_error(self) -> BaseException:
+        """The error, to raise. The slot lets go of it: the frames it collects on its way up hold the slot."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
 
 class Pending:
     """The table of one link. Taking out is atomic under the GIL: whoever pops a slot owns its completion."""

@@ -334,6 +334,18 @@ class Session:
             except (OSError, ValueError):
                 log.debug("%s could not be told that this worker lives", self.member.name)
 
+    def deliver(self, deadline: float) -> None:
+        """See to it that what was answered reaches the caller's host, if that takes it in before the deadline."""
+        connection = self.connection
+        if connection is None:
+            return
+        try:
+            connection.flush(deadline)
+            while not connection.closed and not connection.stream.delivered and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+        except (OSError, ValueError):
+            log.debug("%s does not take in its last answers", self.member.name)
+
     def farewell(self, message: AnyMessage) -> None:
         """Tell the caller that this worker leaves, if it can be told without waiting."""
         connection = self.connection

@@ -114,6 +114,11 @@ class Directory:
         """The member with that id."""
         return self._by_id.get(WorkerId(worker_id))
 
+    def has_left(self, member: Member) -> bool:
+        """Whether this incarnation said that it leaves."""
+        left = self._left.get(int(member.worker_id))
+        return left is not None and left.incarnation == member.incarnation
+
     def who_left(self, who: str | int) -> Member | None:
         """The member of that name or id that was here and left."""
         return self._left.get(who)

@@ -46,7 +46,7 @@ class Creation:
     def failed(self, error: Exception) -> None:
         """The owner will not run the call."""
         self._keep = None
-        self.outcome.fail(partial(copy.copy, error))
+        self.outcome.fail(partial(copy.copy, error.with_traceback(None)))  # its frames hold references, this one too
 
     def expired(self) -> None:
         """The time is up."""

@@ -7,9 +7,11 @@ Unix sockets, TCP and in-memory pairs are all sockets to the code above; they di
 import array
 import contextlib
 import errno
+import fcntl
 import select
 import socket
 import struct
+import termios
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ from telegrad.errors import ProtocolError
 Buffers = Sequence[Any]  # bytes-like objects
 _LANE = struct.Struct("<QQ")  # block number, size
 _TCP_INFO = struct.Struct("<56xI")  # of the kernel's record, up to the milliseconds since the last acknowledgement
+_COUNT = struct.Struct("@i")
 _IOV_MAX = 512
 _SOCKET_BUFFER = 4 * 2**20
 
@@ -45,6 +48,10 @@ class Stream(Protocol):
 
     def peer_host_answers(self, seconds: float) -> bool:
         """Whether the peer's kernel confirmed something within `seconds`, whatever its process does."""
+
+    @property
+    def delivered(self) -> bool:
+        """Whether all that was written has reached the peer's host, so that closing this end loses none of it."""
 
     def close(self) -> None:
         """End the stream at once."""
@@ -142,6 +149,15 @@ class SocketStream:
             return False
         (milliseconds_since_ack,) = _TCP_INFO.unpack(info)
         return bool(milliseconds_since_ack < seconds * 1000)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether all that was written has reached the peer's host, so that closing this end loses none of it."""
+        if self._socket.family not in (socket.AF_INET, socket.AF_INET6):
+            return True  # it is in the peer's queue already
+        # A TCP socket that is closed with something unread resets the connection, and what is on its way is dropped.
+        raw = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, bytes(_COUNT.size))
+        return bool(_COUNT.unpack(raw)[0] == 0)
 
     def close(self) -> None:
         """End the stream at once. Both directions are shut first, so that threads waiting on it wake up."""
