@@ -16,7 +16,6 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 _SAMPLE = 6  # one test in so many of a large suite; of a small one, all
 _SMALL = 10
-_TRIES = 1  # of a test that is unsteady by itself
 
 
 def _arguments() -> argparse.Namespace:
@@ -44,9 +43,9 @@ def _choose(cases: dict[str, Any], tests_of: Any, listed: dict[str, str], chosen
 def main() -> int:
     """Run what the arguments ask for; 0 if all passed that should."""
     chosen = _arguments()
-    from tests.conformance.suites import load, not_expected, tests_of, unsteady
+    from tests.conformance.suites import load, not_expected, tests_of
 
-    cases, listed, tries = load(), not_expected(), dict.fromkeys(unsteady(), _TRIES)
+    cases, listed = load(), not_expected()
     from tests.conformance.trial import FAILED, PASSED, SKIPPED, Trial
 
     waiting = _choose(cases, tests_of, listed, chosen)
@@ -65,10 +64,6 @@ def main() -> int:
                     running.append(Trial(case, test, place, chosen.timeout))
                 for trial in [trial for trial in running if trial.poll()]:
                     running.remove(trial)
-                    tries[trial.name] = tries.get(trial.name, 1) - 1
-                    if trial.outcome == FAILED and tries[trial.name] > 0:
-                        waiting.append((cases[trial.name.partition(".")[0]], trial.name.partition(".")[2]))
-                        continue
                     counts[trial.name.partition(".")[0]][str(trial.outcome)] += 1
                     if trial.outcome == FAILED or chosen.others:
                         print(f"{trial.outcome} after {trial.seconds:.1f} s: {trial.name}: {trial.detail}", flush=True)

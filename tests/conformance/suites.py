@@ -70,17 +70,8 @@ def tests_of(case: Any) -> list[str]:
 
 def not_expected() -> dict[str, str]:
     """Tests that are not expected to pass, with the reason."""
-    return _listed("group")
-
-
-def unsteady() -> dict[str, str]:
-    """Tests that do not pass every time with torch's own modules either, with the reason."""
-    return _listed("unsteady")
-
-
-def _listed(kind: str) -> dict[str, str]:
     with _NOT_EXPECTED.open("rb") as file:
-        groups = tomllib.load(file)[kind]
+        groups = tomllib.load(file)["group"]
     return {test: group["reason"] for group in groups for test in group["tests"]}
 
 

@@ -13,6 +13,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import distributed_c10d
 from torch.testing._internal.common_distributed import TEST_SKIPS, MultiProcessTestCase
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -114,7 +115,26 @@ class Trial:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
 
+def _keep_process_groups() -> None:
+    """Let no process group of this rank end before the rank does.
+
+    In torch 2.13 a DistributedDataParallel that holds the last reference to its gloo group drops it with the GIL held,
+    and `~ProcessGroupGloo` joins the group's threads. One of those may just then be releasing the last all-reduce,
+    whose tensor has a Python object, and wait for the GIL: `~AsyncWork` -> `decref_pyobject`. Both wait for ever, in
+    one run of twenty of `test_ddp_comparison`, without any RPC, too.
+    """
+    make_group, kept = distributed_c10d._new_process_group_helper, []
+
+    def make_and_keep(*args: Any, **kwargs: Any) -> Any:
+        made = make_group(*args, **kwargs)
+        kept.append(made)
+        return made
+
+    distributed_c10d._new_process_group_helper = make_and_keep
+
+
 def _run_rank(case: Any, test: str, rank: int, store: str) -> int:
+    _keep_process_groups()
     ours, theirs = Pipe()
     try:
         case._run(rank, test, store, theirs)
