@@ -24,6 +24,7 @@ from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import UNIX, Address, Listeners, connect, reachable
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import DiallerHandshake, Hello, ListenerHandshake, Welcome
+from telegrad.transport.memory import MemoryListener
 from telegrad.transport.stream import Lane, SocketStream, make_lane_pair, pass_lane, receive_exactly, receive_lane
 
 log = logging.getLogger("telegrad.rpc")
@@ -91,7 +92,7 @@ def _dial_address(
         handshake = DiallerHandshake(secret)
         sock.sendall(handshake.opening)
         answer = receive_exactly(sock, handshake.opening_answer_bytes)
-        shares = address.kind == UNIX and hello.shared_memory
+        shares = sock.family == socket.AF_UNIX and hello.shared_memory
         sock.sendall(handshake.answer(answer, _with_shared_memory(hello, shares)))
         if shares:
             ours, theirs = make_lane_pair()
@@ -159,7 +160,7 @@ class Acceptor:
         for listener in self._listeners.sockets:
             self._crew.watch(listener.fileno(), functools.partial(self._accept, listener), armed=True)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket | MemoryListener) -> None:
         rearm = functools.partial(self._rearm, listener)
         try:
             while True:
@@ -179,7 +180,7 @@ class Acceptor:
                 # Most likely out of descriptors. The caller still waits, so at once would be again and again.
                 self._keeper.at(time.monotonic() + _PAUSE_SECONDS, rearm)
 
-    def _rearm(self, listener: socket.socket) -> None:
+    def _rearm(self, listener: socket.socket | MemoryListener) -> None:
         if listener.fileno() >= 0:
             self._crew.arm(listener.fileno())
 

@@ -114,7 +114,7 @@ def _start(name: str, rank: int, world_size: int | None, options: RpcBackendOpti
     )
     agent = Agent(member, secret, options, listeners, place)
     agent.world_size = world_size
-    _register(agent)
+    register_handlers(agent)
     try:
         agent.start()
         for layer in _LAYERS:
@@ -201,7 +201,8 @@ def _answers(agent: Agent, member: Member) -> bool:
     return True
 
 
-def _register(agent: Agent) -> None:
+def register_handlers(agent: Agent) -> None:
+    """Let an agent serve calls, barriers and questions about who waits for whom."""
     book = Book()
     book_lock = threading.Lock()
     agent.handlers[PythonCall] = lambda request: serve_call(agent, request)

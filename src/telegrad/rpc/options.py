@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from telegrad.transport.addresses import TRANSPORTS
+from telegrad.transport.addresses import ALL_TRANSPORTS, TRANSPORTS
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
@@ -29,7 +29,8 @@ class RpcBackendOptions:
         device_maps, devices: which device a tensor of this worker's device goes to on another worker.
 
     Telegrad's own:
-        transports: which ways may be used, of "unix" and "tcp"; the best that both sides have is chosen.
+        transports: which ways may be used, of "unix" and "tcp"; the best that both sides have is chosen. A third,
+            "memory", is for tests: it connects agents of one process.
         shared_memory: whether tensors may go through shared memory between workers on one host.
         secret: what proves that a worker belongs to the job. Without one (here or in TELEGRAD_SECRET) the workers agree
             on one where they meet, and listen on loopback only.
@@ -60,9 +61,8 @@ class RpcBackendOptions:
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
-        unknown = [t for t in transports if t not in TRANSPORTS]
-        if unknown or not transports:
-            raise ValueError(f"transports must be some of {TRANSPORTS}, got {tuple(transports)}")
+        if not transports or not set(transports) <= set(ALL_TRANSPORTS):
+            raise ValueError(f"transports must be some of {ALL_TRANSPORTS}, got {tuple(transports)}")
         if num_worker_threads < 1:
             raise ValueError(f"num_worker_threads must be at least 1, got {num_worker_threads}")
         for name, value in (("rpc_timeout", rpc_timeout), ("rendezvous_timeout", rendezvous_timeout)):

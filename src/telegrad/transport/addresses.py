@@ -1,4 +1,4 @@
-"""Where a worker listens, and how another reaches it: by Unix socket on one host, by TCP otherwise."""
+"""Where a worker listens and how it is reached: by Unix socket on one host, by TCP otherwise; in tests by neither."""
 
 import contextlib
 import os
@@ -12,18 +12,22 @@ from pathlib import Path
 
 import msgspec
 
+from telegrad.transport.memory import MemoryListener, dial_memory
+
 UNIX = "unix"
 TCP = "tcp"
-TRANSPORTS = (UNIX, TCP)
+MEMORY = "memory"  # between agents of one process
+TRANSPORTS = (UNIX, TCP)  # those that are used unless an option says otherwise
+ALL_TRANSPORTS = (*TRANSPORTS, MEMORY)
 _BACKLOG = 512
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One place where a worker can be reached."""
 
-    kind: str  # "unix" or "tcp"
-    host: str  # for unix: the identity of the host, since the path means nothing elsewhere
-    where: str  # a path, "@name" for a Linux socket that is in no file system, or a port
+    kind: str  # "unix", "tcp" or "memory"
+    host: str  # for unix and memory: the identity of the host or process, outside which the path or name means nothing
+    where: str  # a path, "@name" for a Linux socket that is in no file system, a port, or a name
 
 
 def host_identity() -> str:
@@ -35,11 +39,15 @@ def host_identity() -> str:
     return "|".join(parts) or socket.gethostname()
 
 
+def _process_identity() -> str:
+    return f"{host_identity()}|{os.getpid()}"
+
+
 class Listeners:
     """The listening sockets of one worker, and what they leave behind in the file system until closed."""
 
     def __init__(self, transports: Sequence[str], host: str) -> None:
-        self.sockets: list[socket.socket] = []
+        self.sockets: list[socket.socket | MemoryListener] = []
         self.addresses: list[Address] = []
         self._folder: str | None = None
         self._pid = os.getpid()
@@ -48,6 +56,8 @@ class Listeners:
                 self._listen_unix()
             if TCP in transports:
                 self._listen_tcp(host)
+            if MEMORY in transports:
+                self._listen_memory()
         except OSError:
             self.close()
             raise
@@ -77,6 +87,11 @@ class Listeners:
         bound = sock.getsockname()
         self.addresses.append(Address(TCP, str(bound[0]), str(bound[1])))
 
+    def _listen_memory(self) -> None:
+        listener = MemoryListener()
+        self.sockets.append(listener)
+        self.addresses.append(Address(MEMORY, _process_identity(), listener.name))
+
     def close(self) -> None:
         """Stop listening and remove what lies in the file system (a forked child leaves its parent's alone)."""
         for sock in self.sockets:
@@ -91,10 +106,9 @@ def _unix_name(where: str) -> str:
 
 def reachable(addresses: Sequence[Address], transports: Sequence[str]) -> list[Address]:
     """The addresses to try, best first."""
-    here = host_identity()
-    unix = [a for a in addresses if a.kind == UNIX and UNIX in transports and a.host == here]
-    tcp = [a for a in addresses if a.kind == TCP and TCP in transports]
-    return unix + tcp
+    here = {MEMORY: _process_identity(), UNIX: host_identity()}
+    order = [kind for kind in (MEMORY, UNIX, TCP) if kind in transports]
+    return [a for kind in order for a in addresses if a.kind == kind and here.get(kind, a.host) == a.host]
 
 
 def connect(address: Address, timeout: float) -> socket.socket:
@@ -107,5 +121,9 @@ def connect(address: Address, timeout: float) -> socket.socket:
         except BaseException:
             sock.close()
             raise
+        return sock
+    if address.kind == MEMORY:
+        sock = dial_memory(address.where)
+        sock.settimeout(timeout)
         return sock
     return socket.create_connection((address.host, int(address.where)), timeout)

@@ -1,7 +1,7 @@
 """A stream carries bytes between two workers over one non-blocking socket, and descriptors beside it where it can.
 
-Unix sockets, TCP and in-memory pairs are all sockets to the code above; they differ in how they are made (`dial`,
-`listen`, `pair`) and in whether they have a lane for passing the descriptors of shared memory.
+Unix sockets, TCP and the pairs of `memory.py` are all sockets to the code above; they differ in how they are made, and
+in whether they have a lane for passing the descriptors of shared memory.
 """
 
 import array

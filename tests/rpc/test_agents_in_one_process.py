@@ -1,0 +1,275 @@
+"""Whole agents in one process over a memory transport: calls both ways, nested, failing, cut off and resumed, leaving."""
+
+import operator
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from telegrad.errors import AuthenticationError, RpcTimeout, WorkerDied
+from telegrad.rpc.agent import Agent
+from telegrad.transport.faulty import Fault, Faults, Plan
+from telegrad.transport.memory import MemoryListener, dial_memory
+from tests.rpc.agents import agents, call, introduce, office, start_agent
+
+ran: Counter[str] = Counter()
+gate = threading.Event()
+entered = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    ran.clear()
+    gate.clear()
+    entered.clear()
+    yield
+    gate.set()
+
+
+@pytest.fixture(params=[True, False], ids=["shared", "socket"])
+def two(request: pytest.FixtureRequest) -> Iterator[dict[str, Agent]]:
+    with office("a", "b", shared_memory=request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def three() -> Iterator[dict[str, Agent]]:
+    with office("a", "b", "c") as made:
+        yield made
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.002)
+
+
+# --- what runs on the agents ---
+
+
+def count(what: str) -> int:
+    ran[what] += 1
+    return ran[what]
+
+
+def wait_at_gate(what: str) -> str:
+    ran[what] += 1
+    entered.set()
+    assert gate.wait(20)
+    return what
+
+
+def back_and_forth(here: str, there: str, levels: int) -> int:
+    return 0 if levels == 0 else 1 + call(here, there, back_and_forth, there, here, levels - 1)
+
+
+def along(path: list[str]) -> list[str]:
+    here, *rest = path
+    return [here, *(call(here, rest[0], along, rest) if rest else [])]
+
+
+def fail(text: str) -> None:
+    raise LookupError(text)
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+# --- calls ---
+
+
+def test_calls_both_ways(two: dict[str, Agent]) -> None:
+    assert call("a", "b", operator.add, 1, 2) == 3
+    assert call("b", "a", operator.mul, 3, 4) == 12
+    assert call("a", "a", operator.sub, 3, 4) == -1
+
+
+@pytest.mark.parametrize("size", [0, 3, 10_000, 300_000])
+def test_tensors_belong_to_their_receiver(two: dict[str, Agent], size: int) -> None:
+    x = torch.arange(float(size))
+    y = call("a", "b", echo, x)
+    assert torch.equal(x, y)
+    y.fill_(-1)
+    assert torch.equal(x, torch.arange(float(size)))
+
+
+def test_a_call_that_travels_on(three: dict[str, Agent]) -> None:
+    path = ["b", "c", "a", "b", "a", "c"]
+    assert call("a", "b", along, path) == path
+
+
+def test_mutual_recursion(two: dict[str, Agent]) -> None:
+    assert call("a", "b", back_and_forth, "b", "a", 60) == 60
+
+
+def test_many_at_once_from_all_sides(three: dict[str, Agent]) -> None:
+    jobs = [(caller, to, i) for i in range(40) for caller in three for to in three]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda job: call(job[0], job[1], operator.add, job[2], 1), jobs))
+    assert results == [i + 1 for _, _, i in jobs]
+
+
+def test_errors_say_where(three: dict[str, Agent]) -> None:
+    with pytest.raises(LookupError, match=r"(?s)asked for.*name=c.*in fail.*name=b.*in call"):
+        call("a", "b", call, "b", "c", fail, "asked for")
+
+
+def test_a_late_reply_is_dropped(two: dict[str, Agent]) -> None:
+    with pytest.raises(RpcTimeout, match="wait_at_gate"):
+        call("a", "b", wait_at_gate, "slow", timeout=0.05)
+    gate.set()
+    assert call("a", "b", count, "after") == 1
+    wait_until(lambda: not agents["b"].under_way())
+
+
+# --- connections that end ---
+
+
+def test_a_connection_that_breaks_before_a_call(two: dict[str, Agent]) -> None:
+    faults = Faults({"PythonCall": Plan(Fault.BREAK, times=2)})
+    agents["a"].fit_out = faults.on
+    assert [call("a", "b", count, "x") for _ in range(3)] == [1, 2, 3]
+    assert faults.happened("PythonCall") == 2
+
+
+@pytest.mark.parametrize("cut_by", ["caller", "callee"])
+def test_a_connection_cut_while_a_call_runs(two: dict[str, Agent], cut_by: str) -> None:
+    """The request is known over there, so it does not run again; its reply comes over the next connection."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(call, "a", "b", wait_at_gate, "once")
+        assert entered.wait(10)
+        _cut(cut_by)
+        assert call("a", "b", count, "meanwhile") == 1  # the link is back
+        gate.set()
+        assert waiting.result(10) == "once"
+    assert ran["once"] == 1
+
+
+def test_a_reply_lost_with_its_connection_is_sent_again(two: dict[str, Agent]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(call, "a", "b", wait_at_gate, "once")
+        assert entered.wait(10)
+        (session,) = [s for s in agents["b"].sessions() if s.member.name == "a"]
+        connection = session.connection
+        assert connection is not None
+        answered = threading.Event()
+
+        def lose(*args: Any, **kwargs: Any) -> None:
+            connection.stream.close()
+            answered.set()
+            raise ConnectionResetError("cut")
+
+        connection.send = lose  # type: ignore[assignment]
+        gate.set()
+        assert answered.wait(10)
+        assert waiting.result(10) == "once"
+    assert ran["once"] == 1
+
+
+def _cut(by: str) -> None:
+    if by == "caller":
+        connection = agents["a"].link(agents["b"].member)._connection
+    else:
+        (session,) = [s for s in agents["b"].sessions() if s.member.name == "a"]
+        connection = session.connection
+    assert connection is not None
+    connection.stream.close()
+
+
+# --- leaving and dying ---
+
+
+def test_a_record_of_leaving_takes_no_answer_away(two: dict[str, Agent]) -> None:
+    """The news may be read while the last answer is still on its way."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(call, "a", "b", wait_at_gate, "last")
+        assert entered.wait(10)
+        agents["a"].learn([msgspec.structs.replace(agents["b"].member, leaving=True)])
+        assert not agents["a"].is_dead(agents["b"].member)
+        gate.set()
+        assert waiting.result(10) == "last"
+    agents["b"].close()
+    wait_until(lambda: agents["a"].is_dead(agents["b"].member))
+    with pytest.raises(WorkerDied, match="'b'"):
+        call("a", "b", count, "x")
+
+
+def test_a_record_of_leaving_of_one_never_met_is_its_end(two: dict[str, Agent]) -> None:
+    agents["a"].learn([msgspec.structs.replace(agents["b"].member, leaving=True)])
+    assert agents["a"].is_dead(agents["b"].member)
+
+
+def test_one_that_left_comes_back_under_its_id_before_its_end_was_seen(two: dict[str, Agent]) -> None:
+    """Nothing waits for ever on the one that was."""
+    before = agents["b"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(call, "a", "b", wait_at_gate, "never answered")
+        assert entered.wait(10)
+        agents["a"].learn([msgspec.structs.replace(before.member, leaving=True)])
+        agents["b"] = start_agent("b", 1)
+        try:
+            introduce()
+            assert call("a", "b", count, "the new one") == 1
+            with pytest.raises(WorkerDied, match="'b' was started again"):
+                waiting.result(10)
+            # Whoever still holds the record of the old one does no harm to the new one.
+            assert agents["a"].link(before.member).dead is not None
+            assert call("a", "b", count, "the new one") == 2
+        finally:
+            gate.set()
+            before.close()
+
+
+def test_an_end_without_a_word(two: dict[str, Agent]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(call, "a", "b", wait_at_gate, "unanswered")
+        assert entered.wait(10)
+        agents["b"].close(farewell=False)
+        with pytest.raises(WorkerDied, match=r"'b'.*wait_at_gate"):
+            waiting.result(10)
+        gate.set()
+
+
+def test_the_last_answers_of_a_burst_are_delivered(two: dict[str, Agent]) -> None:
+    """An answer that waits in its connection for company counts as given, and must leave before the goodbye."""
+    call("a", "b", count, "warm")
+    (session,) = [s for s in agents["b"].sessions() if s.member.name == "a"]
+    connection = session.connection
+    assert connection is not None
+    send = connection.send
+    connection.send = lambda *args, **kwargs: send(*args, **{**kwargs, "hold": True})  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(call, "a", "b", count, "held")
+        wait_until(lambda: bool(connection._outbox))
+        assert not agents["b"].under_way()
+        session.deliver(time.monotonic() + 5)
+        assert waiting.result(10) == 1
+
+
+# --- the transport itself ---
+
+
+def test_a_listener_that_closed_refuses() -> None:
+    listener = MemoryListener()
+    waiting = dial_memory(listener.name)
+    listener.close()
+    assert waiting.recv(1) == b""
+    waiting.close()
+    with pytest.raises(ConnectionRefusedError):
+        dial_memory(listener.name)
+    listener.close()
+
+
+def test_a_wrong_secret_is_refused_here_too(two: dict[str, Agent]) -> None:
+    agents["a"]._secret = b"another"
+    with pytest.raises(AuthenticationError, match=r"'b'.*secret"):
+        call("a", "b", count, "x")
+    assert not ran
