@@ -15,12 +15,13 @@
     |-- RRefError                 a reference was used in a way, place or time it cannot serve
     `-- AutogradError             contexts and backward passes
         |-- ContextNotFound       the id never existed here, or its context has ended
-        |-- ContextFailed         the context lost a participant: names it
+        |-- ContextFailed (WorkerDied)     the context lost a participant: names it
         `-- GradientMismatch      a gradient does not fit the tensor it belongs to
 
-The builtin in brackets is a second base, so that a program written for `except TimeoutError`, or for the RuntimeError
-that torch raises, keeps working. An exception raised by a user's function on another worker arrives as its own type
-wherever that can be rebuilt; only what cannot be becomes `RemoteError`.
+What is in brackets is a second base: a builtin, so that a program written for `except TimeoutError`, or for the
+RuntimeError that torch raises, keeps working; or an error that calls for the same answer. An exception raised by a
+user's function on another worker arrives as its own type wherever that can be rebuilt; only what cannot be becomes
+`RemoteError`.
 """
 
 
@@ -62,14 +63,14 @@ class WorkerDied(TelegradError, ConnectionError):
 
     def again(self) -> "WorkerDied":
         """The same error, to be raised anew: one that is kept must not collect the frames of all it is raised to."""
-        return _rebuild_worker_died(str(self), self.worker, self.incarnation)
+        return _rebuild_worker_died(type(self), str(self), self.worker, self.incarnation)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_worker_died, (str(self), self.worker, self.incarnation)
+        return _rebuild_worker_died, (type(self), str(self), self.worker, self.incarnation)
 
 
-def _rebuild_worker_died(message: str, worker: str, incarnation: int) -> WorkerDied:
-    return WorkerDied(message, worker=worker, incarnation=incarnation)
+def _rebuild_worker_died(kind: type[WorkerDied], message: str, worker: str, incarnation: int) -> WorkerDied:
+    return kind(message, worker=worker, incarnation=incarnation)
 
 
 class AuthenticationError(TelegradError):
@@ -100,8 +101,8 @@ class ContextNotFound(AutogradError):
     """The context id never existed on this worker, or the context has ended."""
 
 
-class ContextFailed(AutogradError):
-    """The context lost a participant and can no longer be used."""
+class ContextFailed(AutogradError, WorkerDied):
+    """The context lost a participant and can no longer be used. Whoever starts a step again does so for both."""
 
 
 class GradientMismatch(AutogradError):

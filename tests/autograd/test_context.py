@@ -1,5 +1,6 @@
 """A context on its own: what it remembers, what it says of late messages, and what is left when it has ended."""
 
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from telegrad.autograd.attach import install, record_call
 from telegrad.autograd.context import Context, add_gradients
 from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry, current, within
-from telegrad.errors import AutogradError, ContextFailed, ContextNotFound
+from telegrad.errors import AutogradError, ContextFailed, ContextNotFound, WorkerDied
 from telegrad.ids import GENERATION_BITS, LOCAL_BITS, ContextId, MessageId, PassId, WorkerId, draw_incarnation, make_id
 from telegrad.wire.messages import Ping, PythonCall, RpcWithAutograd
 
@@ -107,9 +108,13 @@ def test_an_ended_context_takes_nothing_in() -> None:
 
 def test_a_failed_context_says_why() -> None:
     context = make_context()
-    context.failure = "worker 'ps1' is gone."
-    with pytest.raises(ContextFailed, match=r"worker 'ps1' is gone\. Open a new context"):
+    context.failure = WorkerDied("worker 'ps1' is gone.", worker="ps1", incarnation=7)
+    with pytest.raises(ContextFailed, match=r"worker 'ps1' is gone\. Open a new context") as caught:
         context.check_usable()
+    assert isinstance(caught.value, WorkerDied)
+    assert (caught.value.worker, caught.value.incarnation) == ("ps1", 7)
+    travelled = pickle.loads(pickle.dumps(caught.value))
+    assert (type(travelled), str(travelled), travelled.worker) == (ContextFailed, str(caught.value), "ps1")
 
 
 def test_gradients_add_up_pass_by_pass() -> None:

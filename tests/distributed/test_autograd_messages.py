@@ -205,7 +205,9 @@ def test_a_pass_that_comes_before_the_calls_of_its_context(trio: Cluster) -> Non
 def test_what_ends_the_unknown_is_ignored(trio: Cluster) -> None:
     assert ask(CleanupAutogradContext(NEVER, (HERE, THERE))) == CleanupAutogradContextReply()
     assert ask(TooLateForPass(AutogradMetadata(NEVER, MessageId(0)), PassId(0))) == Ack()
-    require_agent().notify(require_agent().find("worker1"), AbortPass(NEVER, PassId(0), "worker0", "no reason", True))
+    require_agent().notify(
+        require_agent().find("worker1"), AbortPass(NEVER, PassId(0), "worker0", "no reason", "worker3", 1)
+    )
     assert rpc.rpc_sync("worker1", double, (torch.ones(2),)).tolist() == [2.0, 2.0]
 
 
@@ -213,7 +215,7 @@ def test_an_abort_of_another_pass_changes_nothing(trio: Cluster) -> None:
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", double, (x,))
-        other = AbortPass(ContextId(context_id), PassId(make_id(0, 1 << 20)), "worker0", "no reason", False)
+        other = AbortPass(ContextId(context_id), PassId(make_id(0, 1 << 20)), "worker0", "no reason", "", 0)
         require_agent().notify(require_agent().find("worker1"), other)
         autograd.backward(context_id, [y.sum()])
         assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]

@@ -208,7 +208,8 @@ def test_a_death_spoils_the_context_and_an_error_does_not() -> None:
     part.enter(0).fail(ValueError("an error"))
     part.context.check_usable()
     part.enter(1).fail(WorkerDied("worker 'ps1' is gone.", worker="ps1"))
-    assert part.context.failure == "worker 'ps1' is gone."
+    assert part.context.failure is not None
+    assert (str(part.context.failure), part.context.failure.worker) == ("worker 'ps1' is gone.", "ps1")
 
 
 # --- several passes over one context ---

@@ -88,5 +88,5 @@ def inspect_context(context_id: int) -> dict[str, Any]:
         "participants": sorted(found.participants),
         "gradients": len(found.gradients),
         "waiting_for": found.waiting_for() if found.waiting_for is not None else [],
-        "failure": found.failure,
+        "failure": None if found.failure is None else str(found.failure),
     }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from telegrad.autograd.functions import RecvNode, SendNode
-from telegrad.errors import AutogradError, ContextFailed
+from telegrad.errors import AutogradError, ContextFailed, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, worker_of
 
 Late = Callable[[MessageId, WorkerId], None]
@@ -40,7 +40,7 @@ class Context:
         self.unsent: set[MessageId] = set()  # Sends whose message never left: they hear from nobody
         self.participants: set[WorkerId] = set()
         self.gradients: dict[Tensor, Tensor] = {}
-        self.failure: str | None = None
+        self.failure: WorkerDied | None = None  # the loss of a participant; never raised itself
         self.ended = False
         # What a running pass waits for, in words; set by the engine.
         self.waiting_for: Callable[[], list[str]] | None = None
@@ -63,8 +63,10 @@ class Context:
 
     def check_usable(self) -> None:
         """Raise if nothing more can be done with this context."""
-        if self.failure is not None:
-            raise ContextFailed(f"context {self.context_id} cannot be used any more: {self.failure} Open a new context")
+        lost = self.failure
+        if lost is not None:
+            text = f"context {self.context_id} cannot be used any more: {lost} Open a new context"
+            raise ContextFailed(text, worker=lost.worker, incarnation=lost.incarnation)
         if self.ended:
             raise AutogradError(f"context {self.context_id} has ended")
 

@@ -209,7 +209,7 @@ class Pass:
             self.error = error
             local = self._local
         if isinstance(error, WorkerDied):
-            self.context.failure = str(error)
+            self.context.failure = error.again()
         if local is not None:
             local.abort()
         self._end()

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from telegrad.engine.passes import Pass
 from telegrad.engine.service import Service
-from telegrad.errors import AutogradError, RpcTimeout, TelegradError, WorkerDied
+from telegrad.errors import AutogradError, RpcTimeout, TelegradError
 from telegrad.ids import WorkerId
 from telegrad.rpc.blocking import blocking
 from telegrad.rpc.pending import FOREVER, Slot
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
-from telegrad.wire.messages import AbortPass, AnyMessage, PassDone
+from telegrad.wire.messages import AnyMessage, PassDone
 
 
 class Roll:
@@ -169,9 +169,7 @@ class Roll:
             return  # done by another thread
         pass_.fail(error)
         context = pass_.context
-        fatal = isinstance(error, WorkerDied)
-        text = str(error)[:2000]
-        message = AbortPass(context.context_id, pass_.pass_id, self._agent.info.name, text, fatal)
+        message = self._service.abort_message(pass_, error)
         for worker in (context.participants | pass_.known | self._named) - {self._service.here}:
             member = self._agent.directory.by_id(worker)
             if member is not None and not self._agent.is_dead(member):

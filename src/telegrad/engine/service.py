@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("telegrad.engine")
 
 _SMALL = 32 * 1024
+_MOST_TEXT = 2000
 
 
 class Service:
@@ -197,16 +198,21 @@ class Service:
     def _refused(self, pass_: Pass, error: Exception) -> None:
         """Another worker did not take what it was told. If this one is done already, the root has to be told so."""
         if pass_.finished and pass_.error is None:
-            fatal = isinstance(error, WorkerDied)
-            text = AbortPass(pass_.context.context_id, pass_.pass_id, self.agent.info.name, str(error), fatal)
-            self.agent.notify(self._member(pass_.root), text)
+            self.agent.notify(self._member(pass_.root), self.abort_message(pass_, error))
         else:
             pass_.fail(error)
+
+    def abort_message(self, pass_: Pass, error: BaseException) -> AbortPass:
+        """What others are told of a pass that failed here."""
+        dead, incarnation = (error.worker, error.incarnation) if isinstance(error, WorkerDied) else ("", 0)
+        text = str(error)[:_MOST_TEXT]
+        return AbortPass(pass_.context.context_id, pass_.pass_id, self.agent.info.name, text, dead, incarnation)
 
     def _member(self, worker: WorkerId) -> Member:
         member = self.agent.directory.by_id(worker)
         if member is None:
-            raise WorkerDied(f"worker {worker} has left; it had a part in this backward pass.")
+            text = f"worker {worker} has left; it had a part in this backward pass."
+            raise WorkerDied(text, worker=str(worker))
         return member
 
     # --- hearing from others ---
@@ -308,10 +314,13 @@ class Service:
             return
         with self._lock:
             pass_ = self._passes.get(message.context_id)
-        if message.fatal:
-            context.failure = message.text
+        text = f"the backward pass failed on worker {message.worker!r}: {message.text}"
+        error: Exception = AutogradError(text)
+        if message.dead:
+            error = WorkerDied(text, worker=message.dead, incarnation=message.incarnation)
+            context.failure = error.again()
         if pass_ is not None and pass_.pass_id == message.pass_id:
-            pass_.fail(AutogradError(f"the backward pass failed on worker {message.worker!r}: {message.text}"))
+            pass_.fail(error)
 
     def lost(self, member: Member) -> None:
         """A worker is gone: contexts it opened end, contexts it had a part in cannot be used any more."""
@@ -324,9 +333,10 @@ class Service:
                 pass_ = self._passes.get(context.context_id)
             if member.worker_id in context.participants or (pass_ is not None and pass_.root == member.worker_id):
                 text = f"worker {member.name!r}, which had a part in it, is gone."
-                context.failure = text
+                error = WorkerDied(text, worker=member.name, incarnation=member.incarnation)
+                context.failure = error.again()
                 if pass_ is not None:
-                    pass_.fail(WorkerDied(text, worker=member.name, incarnation=member.incarnation))
+                    pass_.fail(error)
 
 
 def _ignore(slot: Slot) -> None:

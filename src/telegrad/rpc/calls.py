@@ -190,8 +190,8 @@ def rpc_sync(
         try:
             slot, on_reply = start_call(agent, member, func, args, kwargs, timeout)
             return wait_for_value(agent, member, slot, on_reply)
-        except WorkerDied:
-            if retries <= 0:
+        except WorkerDied as error:
+            if retries <= 0 or error.incarnation != member.incarnation:  # it lives, and tells of the end of another
                 raise
             retries -= 1
             agent.wait_for_return(member, timeout if timeout > 0 else agent.rpc_timeout)

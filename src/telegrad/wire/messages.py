@@ -197,13 +197,14 @@ class PassDone(Message, frozen=True, tag=24):
 
 
 class AbortPass(Message, frozen=True, tag=25):
-    """The pass has failed on `worker`; give it up. If `fatal`, the context lost a participant and is of no more use."""
+    """The pass has failed on `worker`; give it up. If a participant died, `dead` names it, and the context is lost."""
 
     context_id: ContextId
     pass_id: PassId
     worker: str
     text: str
-    fatal: bool
+    dead: str  # empty if nobody did
+    incarnation: int
 
 
 class CleanupAutogradContext(Message, frozen=True, tag=26):
