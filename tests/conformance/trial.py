@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ class Trial:
         """End all ranks."""
         for rank, pid in self._ranks.items():
             if rank not in self._codes:
-                os.killpg(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has not come to leading a group of its own, and is alone
+                    os.killpg(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
                 _, status = os.waitpid(pid, 0)
                 self._codes[rank] = os.waitstatus_to_exitcode(status)
 
