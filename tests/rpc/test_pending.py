@@ -100,3 +100,16 @@ def test_one_that_expired_was_given_up() -> None:
     admitted(pending, 1, timeout=1.0, future=True)
     pending.expired(1.0)
     assert pending.is_late(1)
+
+
+def test_what_was_given_up_is_acknowledged_when_its_reply_has_come() -> None:
+    """Until then it can be asked for again, over another connection."""
+    pending = Pending()
+    admitted(pending, 2)
+    pending.give_up(1)
+    pending.take(2)
+    assert pending.lowest() == 1
+    assert pending.overdue() == [1]
+    assert pending.is_late(1)
+    assert pending.overdue() == []
+    assert pending.lowest() == 3

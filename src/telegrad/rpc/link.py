@@ -113,27 +113,37 @@ class Link:
         """Dial, and send what may not have arrived: the worker knows by the ids what it has already taken."""
         if self.dead is not None:
             raise self.dead.again()
-        connection, self.main_by_value = self.agent.dial(self.member, self.number, self._writing_waits, deadline)
         # Not for longer than a silent worker is waited for: the lock held here is needed to give it up.
         limit = time.monotonic() + self.agent.health.patience
-        try:
-            for number, notice in list(self._notices):
-                connection.send(Kind.NOTICE, number, 0, notice, deadline=limit)
-            for slot in self.pending.snapshot():
-                message, payload, tensors, segments = slot.resend
-                connection.send(Kind.REQUEST, slot.request_id, 0, message, payload, tensors, segments, deadline=limit)
-        except (OSError, ValueError) as error:
-            connection.close()
-            raise self.agent.health.unreachable(self.member, error) from error
-        except BaseException:
-            connection.close()
-            raise
+        while True:
+            connection, self.main_by_value = self.agent.dial(self.member, self.number, self._writing_waits, deadline)
+            try:
+                self._send_again(connection, limit)
+                break
+            except (OSError, ValueError) as error:  # lost as well: whether the worker lives is for the dialling to say
+                connection.close()
+                if time.monotonic() >= min(limit, deadline):
+                    raise self.agent.health.unreachable(self.member, error) from error
+            except BaseException:
+                connection.close()
+                raise
         self.last_heard = time.monotonic()
         connection.after_hold = self._arm
         self.agent.crew.watch(connection.stream.fileno(), self._readable, armed=False)
         self._connection = connection  # only now may others send: what came before is on its way
         self._settled.set()
         return connection
+
+    def _send_again(self, connection: Connection, deadline: float) -> None:
+        for number, notice in list(self._notices):
+            connection.send(Kind.NOTICE, number, 0, notice, deadline=deadline)
+        for slot in self.pending.snapshot():
+            message, payload, tensors, segments = slot.resend
+            connection.send(Kind.REQUEST, slot.request_id, 0, message, payload, tensors, segments, deadline=deadline)
+        # Layers above want to hear of replies that come too late. Under the number of a request that was taken this is
+        # no new one: its reply comes again. One that was lost is answered as what this is.
+        for request_id in self.pending.overdue():
+            connection.send(Kind.REQUEST, request_id, 0, Ping(), deadline=deadline)
 
     def request(
         self,

@@ -83,10 +83,7 @@ class Pending:
             self._last += 1
             slot.request_id = self._last
             self._slots[self._last] = slot
-            lowest = self._lowest
-            while lowest not in self._slots and lowest < self._last:
-                lowest += 1
-            self._lowest = lowest
+            lowest = self._advance()
             earliest = slot.complete is not None and slot.deadline < self._next_deadline
             if earliest:
                 self._next_deadline = slot.deadline
@@ -95,10 +92,14 @@ class Pending:
     def lowest(self) -> int:
         """The oldest request without a reply, or the next one to come: all before it were answered."""
         with self._lock:
-            lowest = self._lowest
-            while lowest not in self._slots and lowest <= self._last:
-                lowest += 1
-            self._lowest = lowest
+            return self._advance()
+
+    def _advance(self) -> int:
+        # Those that were given up count as well: whoever runs one must keep its reply until that has come.
+        lowest = self._lowest
+        while lowest <= self._last and lowest not in self._slots and lowest not in self._given_up:
+            lowest += 1
+        self._lowest = lowest
         return lowest
 
     def take(self, request_id: int) -> Slot | None:
@@ -107,9 +108,10 @@ class Pending:
 
     def give_up(self, request_id: int) -> Slot | None:
         """The slot of a request whose caller waits no longer; None if it is being completed."""
-        slot = self._slots.pop(request_id, None)
-        if slot is not None:
-            self._given_up.add(request_id)
+        with self._lock:  # it is in one of the two at any moment
+            slot = self._slots.pop(request_id, None)
+            if slot is not None:
+                self._given_up.add(request_id)
         return slot
 
     @property
@@ -117,14 +119,19 @@ class Pending:
         """Whether replies may come that nobody waits for any more, but that layers above want to hear of."""
         return bool(self._given_up)
 
+    def overdue(self) -> list[int]:
+        """The requests that were given up and have had no reply."""
+        return sorted(self._given_up)
+
     def is_late(self, request_id: int) -> bool:
         """Whether a reply that nobody waits for comes to a request that was given up; true once.
 
         If not, it is a second copy of a reply that was taken: a request that was sent again is answered again."""
-        try:
-            self._given_up.remove(request_id)
-        except KeyError:
-            return False
+        with self._lock:
+            try:
+                self._given_up.remove(request_id)
+            except KeyError:
+                return False
         return True
 
     def expired(self, now: float) -> tuple[list[Slot], float]:

@@ -1,0 +1,366 @@
+"""A link and its session through every order of events: asked, taken, run, answered, cut off, dialled again.
+
+The two ends are real, `Link` and `Session`; the connections between them are queues that the test moves on by hand, one
+message at a time. Wherever one end sends, anything else may happen before the message is on its way, as it may with
+threads. A cut leaves what was sent to be read still, for as long as the reader does not notice, also after the next
+connection has begun. Whatever the order: no request is run twice, every caller gets its own answer once, every notice
+is taken once, and no answer is kept after it is known to have arrived.
+"""
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from telegrad.errors import WorkerDied
+from telegrad.ids import Incarnation, WorkerId
+from telegrad.rpc.link import Link
+from telegrad.rpc.pending import FOREVER, Slot
+from telegrad.rpc.session import Request, Session
+from telegrad.rpc.workers import Member
+from telegrad.wire.frames import Frame, Head, Kind
+from telegrad.wire.messages import Ack, AnyMessage, CleanupAutogradContext, Ping
+from tests.exploring import Chance, explore
+
+CALLER = Member("caller", WorkerId(0), Incarnation(1), (), 0)
+CALLEE = Member("callee", WorkerId(1), Incarnation(2), (), 0)
+
+DEPTH = 1  # how many things may go on inside one another
+
+Content = tuple[int, int, int, AnyMessage, bytes]
+
+
+class Wire:
+    """What both ends of one connection have sent and not yet read."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.to_callee: deque[Content] = deque()
+        self.to_caller: deque[Content] = deque()
+        self.is_cut = False
+        self.caller = End(self, self.to_callee)
+        self.callee = End(self, self.to_caller)
+
+
+class End:
+    """One end of a connection, with as much of `Connection` as links and sessions use."""
+
+    pause: Callable[[Hashable], None] = lambda _: None  # what may happen before a message is on its way
+
+    def __init__(self, wire: Wire, sent: deque[Content]) -> None:
+        self.wire = wire
+        self.sent = sent
+        self.held: list[Content] = []
+        self.closed = False
+        self.stream = SimpleNamespace(fileno=lambda: wire.number, last_written=0.0)
+        self.after_hold: Callable[[], None] = lambda: None
+        self.on_blocked: Callable[[], None] = lambda: None
+
+    def send(
+        self,
+        kind: int,
+        request_id: int,
+        ack: int,
+        message: AnyMessage,
+        payload: bytes = b"",
+        *_: Any,
+        hold: bool = False,
+        deadline: float | None = None,
+    ) -> bytes:
+        content = (kind, request_id, ack, message, payload)
+        self.held.append(content)
+        encoded = b"%d %d" % (kind, request_id)
+        _encoded[encoded] = content
+        if not hold:
+            self.flush()
+        return encoded
+
+    def send_encoded(self, frame: bytes, deadline: float | None = None) -> None:
+        self.held.append(_encoded[frame])
+        self.flush()
+
+    def flush(self, deadline: float | None = None) -> None:
+        if self.held:
+            if any(type(message) is not Ack for _, _, _, message, _ in self.held):  # what an Ack says was true before
+                self.pause((self.wire.number, self is self.wire.caller, tuple(self.held)))
+            held, self.held = self.held, []
+            if self.closed or self.wire.is_cut:
+                raise ConnectionResetError("cut")
+            self.sent.extend(held)
+
+    def close(self) -> None:
+        self.closed = self.wire.is_cut = True
+
+
+_encoded: dict[bytes, Content] = {}
+
+
+class World:
+    """A caller and a callee, what they have still to do, and what came of it."""
+
+    def __init__(
+        self, chance: Chance, *, requests: int, notices: int = 0, cuts: int, deadlines: int = 0, by_name: bool = False
+    ) -> None:
+        self.chance = chance
+        self.by_name = by_name  # whether each reply is acknowledged at once, by its number
+        self.left = Counter(ask=requests, tell=notices, cut=cuts, deadline=deadlines)
+        self.numbers = itertools.count(1)
+        self.wires: list[Wire] = []
+        self.slots: dict[int, Slot] = {}
+        self.running: dict[int, Request] = {}
+        self.ran: Counter[int] = Counter()
+        self.noticed: Counter[int] = Counter()
+        self.outcomes: dict[int, list[str]] = {}
+        self.late: Counter[int] = Counter()
+        self.suspended: list[Hashable] = []  # what is about to be sent, and waits until something else has happened
+        self.told = notices
+        self.lost: deque[str] = deque()  # what the agents have been told and have yet to act on
+        nothing = SimpleNamespace(at=_nothing, arm=_nothing, disarm=_nothing, forget=_nothing, watch=_nothing)
+        health = SimpleNamespace(patience=60.0, is_final=lambda *_: False, unreachable=lambda *_: WorkerDied("cut"))
+        shared: dict[str, Any] = {"crew": nothing, "keeper": nothing, "health": health, "closing": False}
+        shared["flusher"] = SimpleNamespace(within=lambda _, end: end.flush())
+        self.link = Link(
+            SimpleNamespace(  # type: ignore[arg-type]
+                dial=self.dial,
+                link_lost=lambda _: self.lost.append("redial"),
+                complete=lambda slot: slot.complete(slot),
+                late_reply=lambda frame, _: self.late.update([frame.request_id]),
+                **shared,
+            ),
+            CALLEE,
+            1,
+        )
+        self.session = Session(
+            SimpleNamespace(  # type: ignore[arg-type]
+                serve=self.serve, session_lost=_nothing, note_activity=_nothing, **shared
+            ),
+            CALLER,
+            False,
+        )
+
+    # --- what the agents do ---
+
+    def dial(self, *_: Any) -> tuple[Any, bool]:
+        wire = Wire(len(self.wires) + 1)
+        wire.caller.pause = wire.callee.pause = self.pause  # type: ignore[method-assign]
+        self.wires.append(wire)
+        self.session.attach(wire.callee)  # type: ignore[arg-type]
+        return wire.caller, False
+
+    def serve(self, request: Request) -> None:
+        if type(request.message) is Ping:
+            self.session.reply(Kind.REPLY, request.frame.request_id, Ack())
+            return
+        number = request.message.context_id  # type: ignore[union-attr]
+        if request.frame.kind == Kind.NOTICE:
+            self.noticed[number] += 1
+            return
+        self.ran[number] += 1
+        assert self.ran[number] == 1, f"request {number} was run again"
+        self.running[number] = request
+
+    # --- what can happen ---
+
+    def events(self) -> dict[str, Callable[[], None]]:
+        """What can happen now. While the caller dials, nothing happens that needs the same lock."""
+        free = not self.link._dial_lock.locked()
+        found: dict[str, Callable[[], None]] = {}
+        if free and self.left["ask"]:
+            found["ask"] = self.ask
+        if free and self.left["tell"]:
+            found["tell"] = self.tell
+        if free and self.lost:
+            found["redial"] = self.redial
+        for wire in self.wires:
+            if wire.to_callee:
+                found[f"take {wire.number}"] = lambda wire=wire: self.session._take(_frame(wire.to_callee.popleft()))
+            if wire.to_caller and free and self.link._connection is wire.caller:
+                found[f"read {wire.number}"] = lambda wire=wire: self.read(wire)
+            if not wire.is_cut and self.left["cut"]:
+                found[f"cut {wire.number}"] = lambda wire=wire: self.cut(wire)
+            if wire.is_cut and free and self.link._connection is wire.caller:
+                found[f"caller notices {wire.number}"] = lambda wire=wire: self.link._lost(wire.caller)
+            if wire.is_cut and not wire.callee.closed:
+                found[f"callee notices {wire.number}"] = lambda wire=wire: self.callee_notices(wire)
+            if wire.to_callee and wire.callee.closed:  # replaced before all was read
+                found[f"miss the rest of {wire.number}"] = wire.to_callee.clear
+        for number in self.running:
+            found[f"answer {number}"] = lambda number=number: self.answer(number)
+        if self.left["deadline"]:
+            for slot in self.link.pending.snapshot()[:1]:
+                found[f"deadline of {slot.request_id}"] = lambda slot=slot: self.deadline(slot)
+        return found
+
+    def ask(self) -> None:
+        self.left["ask"] -= 1
+        number = next(self.numbers)
+        slot = self.slots[number] = Slot(lambda: "a call", 0.0, FOREVER)
+        self.outcomes[number] = []
+        slot.complete = lambda slot: self.outcomes[number].append(_outcome(slot))
+        self.link.request(slot, CleanupAutogradContext(number, ()))  # type: ignore[arg-type] # any message will do
+
+    def tell(self) -> None:
+        self.left["tell"] -= 1
+        self.link.notify(CleanupAutogradContext(100 + self.left["tell"], ()))  # type: ignore[arg-type]
+
+    def redial(self) -> None:
+        self.lost.popleft()
+        self.link.resume(FOREVER)
+
+    def read(self, wire: Wire) -> None:
+        """As `Link._receive` does with one frame."""
+        frame = _frame(wire.to_caller.popleft())
+        self.link._take(frame)
+        if self.by_name:
+            self.link._acknowledge(wire.caller)  # type: ignore[arg-type]
+        self.link._flush(wire.caller)  # type: ignore[arg-type]
+
+    def cut(self, wire: Wire) -> None:
+        self.left["cut"] -= 1
+        wire.is_cut = True
+
+    def callee_notices(self, wire: Wire) -> None:
+        self.session._ended(wire.callee)  # type: ignore[arg-type]
+        wire.to_callee.clear()
+
+    def answer(self, number: int) -> None:
+        request = self.running.pop(number)
+        self.session.reply(Kind.REPLY, request.frame.request_id, CleanupAutogradContext(number, ()))  # type: ignore[arg-type]
+
+    def deadline(self, slot: Slot) -> None:
+        self.left["deadline"] -= 1
+        slot.deadline = 0.0
+        self.link.expire()
+
+    # --- the course of things ---
+
+    def pause(self, content: Hashable) -> None:
+        """One end is about to send: anything else may happen first, in other threads."""
+        if len(self.suspended) == DEPTH:
+            return
+        self.suspended.append(content)
+        while found := self.events():
+            self.chance.seen(self.state())
+            choice = self.chance.choose(["(send)", *found])
+            if choice == "(send)":
+                break
+            found[choice]()
+        self.suspended.pop()
+
+    def run(self) -> None:
+        while found := self.events():
+            self.chance.seen(self.state())
+            found[self.chance.choose(list(found))]()
+
+    def state(self) -> Hashable:
+        """All that decides what can happen from here on."""
+        link, session = self.link, self.session
+        return (
+            tuple(self.suspended),
+            tuple(sorted(self.left.items())),
+            tuple(
+                (tuple(w.to_callee), tuple(w.to_caller), w.is_cut, w.caller.closed, w.callee.closed) for w in self.wires
+            ),
+            tuple(tuple(w.caller.held) + tuple(w.callee.held) for w in self.wires),
+            tuple(self.running),
+            tuple(map(tuple, self.outcomes.values())),
+            tuple(sorted(self.late.items())),
+            tuple(sorted(self.noticed.items())),
+            (tuple(link.pending._slots), tuple(sorted(link.pending._given_up)), link.pending._lowest),
+            (tuple(link._received), link._state, len(link._notices), len(self.lost)),
+            (tuple(session._replies), tuple(session._running), session._acked, repr(session._forgotten)),
+            (link._connection is None, session.connection is None),
+        )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _frame(content: Content) -> Frame:
+    kind, request_id, ack, message, payload = content
+    return Frame(kind, request_id, ack, Head(message, (), ()), payload, None, 0)
+
+
+def _outcome(slot: Slot) -> str:
+    if slot.error is not None:
+        return type(slot.error).__name__
+    assert slot.frame is not None
+    return f"reply {slot.frame.message.context_id}"  # type: ignore[union-attr]
+
+
+def settle(world: World) -> None:
+    """Let all that is left happen, and one more call, without harm."""
+    world.chance = Chance((), set())
+    world.left["ask"] = 1
+    while found := world.events():
+        next(iter(found.values()))()
+
+
+def check(world: World) -> None:
+    for number, outcomes in world.outcomes.items():
+        given_up = outcomes == ["RpcTimeout"]
+        assert given_up or outcomes == [f"reply {number}"], f"the caller of {number} got {outcomes}"
+        assert world.ran[number] == 1 or given_up
+        assert world.late[number] == given_up, "a reply that comes too late is heard of once, any other never"
+    assert set(world.noticed.values()) <= {1}
+    assert len(world.link.pending) == 0
+    assert not world.link.pending.has_overdue
+    settle(world)
+    last = max(world.outcomes)
+    assert world.outcomes[last] == [f"reply {last}"]
+    assert (set(world.session._replies) | set(world.session._running)) <= {world.slots[last].request_id}
+    assert len(world.noticed) == world.told
+
+
+SCENARIOS = {
+    "one call, two cuts": {"requests": 1, "cuts": 2},
+    "two calls, one cut": {"requests": 2, "cuts": 1},
+    "two calls, one cut, acknowledged by name": {"requests": 2, "cuts": 1, "by_name": True},
+    "a call and a notice, one cut": {"requests": 1, "notices": 1, "cuts": 1},
+    "two calls, one is given up, one cut": {"requests": 2, "cuts": 1, "deadlines": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", SCENARIOS.values(), ids=SCENARIOS)
+def test_every_order(given: dict[str, Any]) -> None:
+    def run(chance: Chance) -> None:
+        world = World(chance, **given)
+        world.run()
+        check(world)
+
+    assert explore(run) > 10
+
+
+class Forgetful(dict[int, Any]):
+    """What a session would remember its replies in if it did not."""
+
+    def __setitem__(self, *_: Any) -> None:
+        pass
+
+
+def test_a_session_that_forgets_is_found_out() -> None:
+    def run(chance: Chance) -> None:
+        world = World(chance, requests=1, cuts=1)
+        world.session._replies = Forgetful()
+        world.run()
+
+    with pytest.raises(AssertionError, match="was run again"):
+        explore(run)
+
+
+def test_a_link_that_acknowledges_too_early_is_found_out() -> None:
+    def run(chance: Chance) -> None:
+        world = World(chance, requests=2, cuts=1)
+        pending = world.link.pending
+        admit = pending.admit
+        pending.admit = lambda slot: (admit(slot)[0] + 1, False)  # type: ignore[method-assign]
+        world.run()
+        check(world)
+
+    with pytest.raises(AssertionError, match="got"):
+        explore(run)
