@@ -1,6 +1,7 @@
 """A cluster that is harmed on purpose: workers are killed, stopped and started again while this process uses them."""
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from telegrad import rpc
+from telegrad.autograd.registry import registry_of
+from telegrad.engine.service import Service
 from telegrad.errors import WorkerDied
 from telegrad.rpc.current import require_agent
+from telegrad.rref.references import references_of
 from tests.cluster import Cluster, end, process, serve
 
 HEARTBEAT = 0.4
@@ -83,6 +87,7 @@ class Harm:
     def __init__(self, made: HarmedCluster, chance: random.Random) -> None:
         self.made = made
         self.victim = chance.choice(made.others)
+        self.incarnation = require_agent().find(self.victim).incarnation
         self.kind = chance.choice(["kill", "kill", "stop", "stop for a moment"])
         self.done_at = float("inf")
         self._delay = chance.choice([0.0, chance.uniform(0, 0.01), chance.uniform(0, 0.1)])
@@ -113,16 +118,24 @@ class Harm:
 
 
 def belongings() -> dict[str, int]:
-    """What this worker has that could be left behind: descriptors, shared memory, threads, and entries of tables."""
+    """Called on a worker: what it has that could be left behind. Descriptors, shared memory, threads, table entries."""
     agent = require_agent()
+    gc.collect()
+    agent.health.tidy(before=time.monotonic())
+    references = references_of(agent)
     descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors()]
     return {
         "descriptors": len(descriptors),
-        "shared memory": sum("memfd" in name for name in descriptors),
+        "open shared memory": sum("memfd" in name for name in descriptors),
+        "mapped shared memory": Path("/proc/self/maps").read_text().count("memfd:telegrad"),
         "threads": threading.active_count(),
         "sessions": len(agent.sessions()),
         "links": sum(link.connected for link in agent.links()),
-        "pending": sum(len(link.pending) for link in agent.links()),
+        "requests": len([what for what in agent.under_way() if "belongings" not in what]) - 1,  # this call aside
+        "overdue": sum(link.pending.has_overdue for link in agent.links()),
+        "contexts": len(registry_of(agent)),
+        "passes": len(agent.extensions[Service].passes()),
+        "references": len(references.owned) + len(references.used) + len(references.values),
     }
 
 
