@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import FileStore
 
 from telegrad import rpc
 from telegrad.errors import (
@@ -23,6 +24,10 @@ from telegrad.errors import (
     UnknownWorker,
     WorkerDied,
 )
+from telegrad.ids import Incarnation, generation_of
+from telegrad.rpc import hosting
+from telegrad.rpc.current import require_agent
+from telegrad.rpc.rendezvous import MeetingPlace
 from tests.cluster import cluster, end, join, process
 
 # --- what runs on the workers ---
@@ -123,10 +128,23 @@ def test_nothing_works_before_the_beginning() -> None:
             call()
 
 
+def wait_for_rank(rank: int, meeting: str, kind: str = "static") -> None:
+    """Wait until a worker has said that it is there."""
+    place = MeetingPlace(FileStore(meeting.removeprefix("file://"), -1), kind)
+    came: set[int] = set()
+
+    def look() -> bool:
+        place.news(lambda members: came.update(int(m.worker_id) for m in members))
+        return rank in came
+
+    wait_until(look, 30)
+
+
 def test_missing_ranks_are_named(meeting: str) -> None:
-    start = time.monotonic()
     with processes() as started:
         started.append(process(serve_forever, "worker2", 2, 4, meeting))
+        wait_for_rank(2, meeting)
+        start = time.monotonic()
         with pytest.raises(RendezvousError, match=r"\[1, 3\].*did not come"):
             join("worker0", 0, 4, meeting, {"rendezvous_timeout": 1.5})
     assert time.monotonic() - start < 10
@@ -260,21 +278,133 @@ def test_workers_come_and_go(meeting: str, way: str) -> None:
             assert each.exitcode == 0
 
 
+@pytest.fixture(params=["file", "tcp", "env"])
+def anywhere(request: pytest.FixtureRequest, meeting: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A meeting place of each kind."""
+    port = free_port()
+    if request.param == "env":
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+    return {"file": meeting, "tcp": f"tcp://127.0.0.1:{port}", "env": "env://"}[request.param]
+
+
+def in_this_environment(target: Any, *args: Any) -> Any:
+    """A process with the variables that this one has by now."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TELEGRAD_SECRET")
+    return process(_in_environment, {n: os.environ[n] for n in names if n in os.environ}, target, *args)
+
+
+def _in_environment(variables: dict[str, str], target: Any, *args: Any) -> None:
+    os.environ.update(variables)
+    target(*args)
+
+
 @pytest.mark.slow
-def test_the_first_one_leaves(meeting: str) -> None:
+@pytest.mark.parametrize("how", ["leaves", "is killed"])
+def test_the_first_one_goes(anywhere: str, how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """It may have opened the meeting place. Newcomers find the others all the same, and so does the first one."""
     with processes() as started:
-        started.append(process(serve_until_told, "first", -1, None, meeting))
-        join("second", -1, None, meeting, {})
+        first = in_this_environment(serve_until_told, "first", -1, None, anywhere)
+        started.append(first)
+        if not anywhere.startswith("file"):
+            wait_until(lambda: _listens(anywhere))  # else this worker would open the place
+        join("second", -1, None, anywhere, {})
         try:
             wait_until(lambda: _found("first"))
-            rpc.rpc_sync("first", leave)
-            started[0].join(10)
-            started.append(process(serve_until_told, "third", -1, None, meeting))
-            wait_until(lambda: _found("third"))
-            assert rpc.rpc_sync("third", rpc.rpc_sync, ("second", who)) == "second"
-            rpc.rpc_sync("third", leave)
+            if how == "leaves":
+                rpc.rpc_sync("first", leave)
+            else:
+                first.kill()
+            first.join(10)
+            for name in ("third", "first"):
+                started.append(in_this_environment(serve_until_told, name, -1, None, anywhere))
+                wait_until(lambda name=name: _found(name) and _answers(name), 20)  # type: ignore[misc]
+                assert rpc.rpc_sync(name, rpc.rpc_sync, ("second", who)) == "second"
+            assert rpc.rpc_sync("third", rpc.rpc_sync, ("first", who)) == "first"
+            assert rpc.rpc_sync("first", rpc.rpc_sync, ("third", who)) == "third"
+            ids = {rpc.get_worker_info(name).id for name in ("first", "second", "third")}
+            assert len(ids) == 3
+            for name in ("first", "third"):
+                rpc.rpc_sync(name, leave)
         finally:
             rpc.shutdown()
+        for each in started[1:]:
+            each.join(10)
+            assert each.exitcode == 0
+    assert "c10d" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_first_rank_is_killed_and_started_again(anywhere: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody else has to be."""
+    with processes() as started:
+        started.append(in_this_environment(serve_forever, "worker0", 0, 3, anywhere))
+        started.append(in_this_environment(serve_forever, "worker2", 2, 3, anywhere))
+        join("worker1", 1, 3, anywhere, {})
+        try:
+            for _ in range(2):
+                pid = rpc.rpc_sync("worker0", os.getpid)
+                assert rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker0", os.getpid)) == pid
+                started[0].kill()
+                started[0].join()
+                started[0] = in_this_environment(serve_forever, "worker0", 0, 3, anywhere)
+                again = rpc.rpc_sync("worker0", os.getpid, timeout=20, retries=3)
+                assert again == started[0].pid
+                assert rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker0", os.getpid)) == again
+                for other in ("worker1", "worker2"):
+                    assert rpc.rpc_sync("worker0", rpc.rpc_sync, (other, who)) == other
+        finally:
+            rpc.shutdown(graceful=False)
+    assert "c10d" not in capfd.readouterr().err
+
+
+def serve_away_from_the_place(name: str, rank: int, size: int, meeting: str) -> None:
+    """A worker on another machine than that of the meeting place, or so it thinks: it opens no store there."""
+    hosting.is_here = lambda _: False
+    serve_forever(name, rank, size, meeting)
+
+
+def incarnation() -> int:
+    return require_agent().member.incarnation
+
+
+@pytest.mark.slow
+def test_the_first_rank_opens_the_place_again_itself(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As where it is alone on its machine: it finds no store and nobody, and is found by the others."""
+    place = f"tcp://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(hosting, "is_here", lambda _: False)
+    with processes() as started:
+        started.append(process(serve_forever, "worker0", 0, 3, place))
+        started.append(process(serve_away_from_the_place, "worker2", 2, 3, place))
+        join("worker1", 1, 3, place, {})
+        try:
+            generations = [generation_of(Incarnation(rpc.rpc_sync("worker0", incarnation)))]
+            for _ in range(2):
+                started[0].kill()
+                started[0].join()
+                assert not _listens(place)
+                started[0] = process(serve_forever, "worker0", 0, 3, place)
+                known = rpc.rpc_sync("worker0", incarnation, timeout=20, retries=3)
+                generations.append(generation_of(Incarnation(known)))
+                assert rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker0", incarnation), timeout=20) == known
+                for other in ("worker1", "worker2"):
+                    assert rpc.rpc_sync("worker0", rpc.rpc_sync, (other, who)) == other
+            assert generations == sorted(set(generations))  # its ids are not those of one before it
+        finally:
+            rpc.shutdown(graceful=False)
+    assert "c10d" not in capfd.readouterr().err
+
+
+def _listens(place: str) -> bool:
+    address = place.removeprefix("tcp://") if place.startswith("tcp") else f"127.0.0.1:{os.environ['MASTER_PORT']}"
+    host, port = address.split(":")
+    try:
+        socket.create_connection((host, int(port)), 1).close()
+    except OSError:
+        return False
+    return True
 
 
 def test_one_name_twice_in_an_open_job(meeting: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from telegrad.ids import WorkerId, draw_incarnation
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.barriers import register_handlers
 from telegrad.rpc.calls import start_call, wait_for_value
-from telegrad.rpc.lifecycle import register_handlers
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Listeners, host_identity

@@ -1,4 +1,4 @@
-"""Whole agents in one process over a memory transport: calls both ways, nested, failing, cut off and resumed, leaving."""
+"""Whole agents in one process over a memory transport: calls both ways, nested, failing, cut off, resumed, leaving."""
 
 import operator
 import threading

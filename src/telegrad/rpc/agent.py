@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -36,6 +36,9 @@ from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import AnyMessage, ExceptionReply, Goodbye
 from telegrad.wire.tensors import describe, rebuild
+
+if TYPE_CHECKING:
+    from telegrad.rpc.caretaker import Caretaker
 
 log = logging.getLogger("telegrad.rpc")
 # Of functions called from elsewhere; their callers are told anyway.
@@ -78,6 +81,7 @@ class Agent:
         self.directory = Directory()
         self.directory.update([member])
         self.place = place
+        self.caretaker: Caretaker | None = None
         self.crew = Crew(f"telegrad-{member.name}", options.num_worker_threads)
         self.keeper = Keeper(f"telegrad-{member.name}")
         self.handlers: dict[type[Any], Handler] = {}
@@ -122,10 +126,10 @@ class Agent:
     # --- who ---
 
     def find(self, to: str | int | WorkerInfo) -> Member:
-        """The member meant by a name, an id or a WorkerInfo; asks the meeting place about one not yet known."""
+        """The member meant by a name, an id or a WorkerInfo; asks the meeting place about one it is not linked with."""
         member = self._known(to)
-        if (member is None or self.is_dead(member)) and self.place is not None and not self.closing:
-            self.look_for_news()
+        if (member is None or self._linked(member) is None) and self.place is not None and not self.closing:
+            self.look_for_news()  # it may be new, or have been started again
             member = self._known(to)
         if member is None:  # one that left is known to be dead: whatever is asked of it says so
             member = self.directory.who_left(to.name if isinstance(to, WorkerInfo) else to)
@@ -205,6 +209,12 @@ class Agent:
                 link = new
             return link
 
+    def _linked(self, member: Member) -> Link | None:
+        """The link to this incarnation of a worker if it is connected: then the worker's end will show there."""
+        link = self._links.get(member.worker_id)
+        connected = link is not None and link.connected and link.member.incarnation == member.incarnation
+        return link if connected else None
+
     def dial(
         self, member: Member, number: int, on_blocked: Callable[[], None], deadline: float
     ) -> tuple[Connection, bool]:
@@ -224,7 +234,7 @@ class Agent:
         while True:
             limit = min(deadline, last_try, time.monotonic() + self.health.patience)
             try:
-                connection, welcome = dial(member, hello, self._secret, self.options, limit, on_blocked)
+                connection, welcome = dial(member, hello, self._secret_of(member), self.options, limit, on_blocked)
             except Refused as error:
                 raise self.health.unreachable(member, error) from error
             except (AuthenticationError, ProtocolError) as error:
@@ -240,6 +250,10 @@ class Agent:
                 time.sleep(REDIAL_SECONDS)
             else:
                 return self.fit_out(connection), welcome.main_module != self._main
+
+    def _secret_of(self, member: Member) -> bytes:
+        """The job's secret; where none was given, the one that the worker has published where all meet."""
+        return self._secret if self.options.secret is not None else member.secret or self._secret
 
     def links(self) -> list[Link]:
         """All links there are."""
@@ -454,8 +468,8 @@ class Agent:
 
     def _leaves(self, member: Member, why: str) -> None:
         """Somebody says that a worker leaves. What it answered before comes over the link, and then its end."""
-        link = self._links.get(member.worker_id)
-        if link is not None and link.connected and link.member.incarnation == member.incarnation:
+        link = self._linked(member)
+        if link is not None:
             link.look_out()
         else:
             self.lost(member, why, departed=True)

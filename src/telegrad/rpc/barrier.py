@@ -3,14 +3,16 @@
 Pure: it is told of arrivals and of deaths, and says which barriers are complete. A worker that dies is no longer
 expected, so it holds nobody up.
 
-Barriers come in rounds, "name/0", "name/1" and so on to "name/left". The keeper itself may die when some have its
-answer and others have not: those are a round ahead when the next keeper begins its book, so whoever has reached a later
-round counts as having reached the earlier ones.
+Barriers come in rounds, "name/0", "name/1" and so on to "name/left" and "name/closed". The keeper itself may die when
+some have its answer and others have not: those are a round ahead when the next keeper begins its book, so whoever has
+reached a later round counts as having reached the earlier ones.
 """
 
 from collections.abc import Callable, Iterable
 
 Answer = Callable[[int], None]  # called with the sum of all activities
+
+_LAST_ROUNDS = {"left": 1e18, "closed": 2e18}
 
 
 class Book:
@@ -58,4 +60,4 @@ class Book:
 
 def _round_of(key: str) -> tuple[str, float]:
     name, _, round_ = key.rpartition("/")
-    return name, float(round_) if round_.isdecimal() else float("inf")
+    return name, float(round_) if round_.isdecimal() else _LAST_ROUNDS[round_]

@@ -2,23 +2,26 @@
 
 Each worker appends a record of itself and reads the records of the others. The log only grows, so a reader needs to
 remember no more than how far it has read, and a worker that comes back under its old name is simply a later record.
+
+A store that lives in the process of one worker ends with it. The place is then lost until `move` gives it another
+store, at the same address, which begins empty: see `caretaker.py`.
 """
 
-import contextlib
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
 
 import msgspec
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from telegrad.errors import RendezvousError, TelegradError
+from telegrad.ids import Incarnation, WorkerId, generation_of
+from telegrad.rpc import hosting
 from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.rpc")
@@ -30,13 +33,23 @@ _decode = msgspec.msgpack.Decoder(Member).decode
 
 
 def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Any:
-    """The store that `init_method` names, through torch's own rendezvous."""
+    """The store that `init_method` names. Others than the plain forms of tcp:// and env:// are left to torch."""
     limit = timedelta(seconds=max(timeout, 1e-3))
+    place = hosting.place_in(init_method)
     try:
-        if world_size:
+        if place is not None:
+            first = rank == 0 or (world_size is None and rank < 0 and hosting.is_here(place[0]))
+            opens = first and not hosting.is_launchers(place)
+            store: Any = hosting.open_or_join(place, opens=opens, seconds=timeout)
+        elif world_size:
             store, _, _ = next(iter(rendezvous(init_method, rank=rank, world_size=world_size, timeout=limit)))
         else:
-            store = _open_shared_store(init_method, rank, limit)
+            store = FileStore(_path_in(init_method), -1)
+    except TimeoutError as error:
+        raise RendezvousError(
+            f"cannot meet at {init_method!r} within {timeout:g} s: {error}. For tcp:// and env:// rank 0 opens the "
+            "meeting place: is it running, and is the address right?"
+        ) from error
     except (ValueError, TypeError) as error:
         raise RendezvousError(f"cannot meet at {init_method!r}: {error}") from error
     except RuntimeError as error:  # torch's store errors are RuntimeErrors
@@ -48,69 +61,118 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     return store
 
 
-def _open_shared_store(init_method: str, rank: int, limit: timedelta) -> Any:
-    """A store for a job whose size nobody knows: whoever comes first opens it."""
+def _path_in(init_method: str) -> str:
     url = urlparse(init_method)
-    if url.scheme == "file":
-        return FileStore(url.path, -1)
     if url.scheme == "env":
-        try:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        except (KeyError, ValueError) as error:
-            raise ValueError("env:// needs MASTER_ADDR and MASTER_PORT in the environment") from error
-    elif url.scheme == "tcp" and url.hostname and url.port:
-        host, port = url.hostname, url.port
-    else:
+        raise ValueError("env:// needs MASTER_ADDR and MASTER_PORT in the environment")
+    if url.scheme != "file" or not url.path:
         raise ValueError("it must be env://, tcp://host:port or file:///path")
-    if rank <= 0:
-        with contextlib.suppress(RuntimeError):  # somebody else opened it first
-            return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit)
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    return url.path
 
 
 class MeetingPlace:
     """The log of one job in a store."""
 
-    def __init__(self, store: Any, prefix: str) -> None:
-        """`prefix` says which kind of job it is; there is one kind in one store."""
-        kind = PrefixStore("telegrad", store).compare_set("kind", "", prefix).decode()
-        if kind != prefix:
+    def __init__(self, store: Any, kind: str) -> None:
+        """`kind` says which kind of job it is, "static" or "open"; there is one kind in one store."""
+        self.where = hosting.place_of(store)  # None for a store that does not end with a worker
+        # Whether the store is still there. Asked before each use, by a look that does not print if it is not.
+        self.stands: Callable[[], bool] = lambda: True
+        self._kind = kind
+        self._lock = threading.RLock()
+        self._read = 0
+        self.store: Any = None
+        self._log: Any = None
+        self.move(store)
+
+    def move(self, store: Any) -> None:
+        """Use this store from now on."""
+        kind = PrefixStore("telegrad", store).compare_set("kind", "", self._kind).decode()
+        if kind != self._kind:
             raise RendezvousError(
                 "RPC group mixes statically and dynamically initialized members which is not supported. "
                 f"The workers that meet here began a job of the {kind} kind; give `world_size` on all or on none"
             )
-        self.store = store
-        self._store = PrefixStore(f"telegrad/{prefix}", store)
-        self._lock = threading.RLock()
+        with self._lock:
+            self.store = store
+            self._log = PrefixStore(f"telegrad/{kind}", store)
+            self._read = 0
+            self.is_first = int(self._log.add("visits", 1)) == 1
+
+    def lose(self) -> None:
+        """The store has ended: nothing more is asked of it, and no news come, until there is another."""
+        with self._lock:
+            self.store = self._log = None
+
+    def read_again(self) -> None:
+        """Give all records to the next reader, as to one who has just come."""
         self._read = 0
 
-    def agree_on_secret(self) -> bytes:
-        """A secret for the job: the first worker's proposal counts for all."""
-        proposal = os.urandom(32).hex()
-        return bytes(self._store.compare_set("secret", "", proposal))
+    def _open_log(self) -> Any:
+        log_ = self._log
+        if log_ is None or not self.stands():
+            raise RuntimeError("the worker that kept the meeting place has gone, and no other has opened it yet")
+        return log_
 
     def next_id(self) -> int:
         """An id for a worker that came without a rank."""
-        return int(self._store.add("ids", 1)) - 1
+        return int(self._open_log().add("ids", 1)) - 1
 
     def next_generation(self, worker_id: int) -> int:
-        """How many workers with this id were started here before."""
-        return int(self._store.add(f"generation/{worker_id}", 1)) - 1
+        """How many workers with this id were started before."""
+        drawn = int(self._open_log().add(f"generation/{worker_id}", 1)) - 1
+        latest = self._latest(worker_id)
+        behind = 0 if latest is None else generation_of(latest) + 1 - drawn
+        if behind <= 0:
+            return drawn
+        return int(self._open_log().add(f"generation/{worker_id}", behind)) - 1
+
+    def is_outdated(self, worker_id: int, incarnation: Incarnation) -> bool:
+        """Whether others know of one with this id that was started later, or so it looks: see `restore`."""
+        latest = self._latest(worker_id)
+        return latest not in (None, incarnation) and generation_of(latest) >= generation_of(incarnation)
+
+    def _latest(self, worker_id: int) -> Incarnation | None:
+        """Of the workers with this id that were known before the place was opened anew, the one started last."""
+        key = f"latest/{worker_id}"
+        return Incarnation(int(self._open_log().get(key))) if self._open_log().check([key]) else None
+
+    def restore(self, latest: Mapping[WorkerId, Incarnation]) -> None:
+        """In a place opened anew: say which ids have been given, and who had them last.
+
+        One of them may have opened the place, and have counted itself the first with its id."""
+        for worker_id, incarnation in latest.items():
+            key, known = f"latest/{worker_id}", self._latest(worker_id)
+            while known is None or generation_of(known) < generation_of(incarnation):
+                expected = "" if known is None else str(known)
+                known = Incarnation(int(self._open_log().compare_set(key, expected, str(incarnation))))
+        missing = max(latest) + 1 - int(self._open_log().add("ids", 0))
+        if missing > 0:
+            self._open_log().add("ids", missing)
 
     def publish(self, member: Member) -> None:
         """Append a record."""
-        index = int(self._store.add("records", 1)) - 1
-        self._store.set(f"record/{index}", _encode(member))  # type: ignore[arg-type]  # bytes are fine, the stub is not
+        index = int(self._open_log().add("records", 1)) - 1
+        self._open_log().set(f"record/{index}", _encode(member))
 
     def news(self, take: Callable[[list[Member]], None]) -> None:
         """Give the records appended since the last time to `take`. Whoever asks next finds them taken."""
         with self._lock:
-            fresh = []
-            while self._store.check([f"record/{self._read}"]):
-                fresh.append(_decode(self._store.get(f"record/{self._read}")))
-                self._read += 1
+            fresh = self._fresh()
             if fresh:
                 take(fresh)
+
+    def _fresh(self) -> list[Member]:
+        fresh: list[Member] = []
+        try:
+            while self._log is not None and self.stands() and self._log.check([f"record/{self._read}"]):
+                fresh.append(_decode(self._log.get(f"record/{self._read}")))
+                self._read += 1
+        except RuntimeError as error:
+            if self.where is None:
+                raise
+            log.debug("the meeting place has closed, and is opened anew: %s", error)
+        return fresh
 
 
 def wait_for_ranks(

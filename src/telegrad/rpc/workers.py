@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from telegrad.errors import UnknownWorker
-from telegrad.ids import MAX_WORKER_ID, Incarnation, WorkerId
+from telegrad.ids import MAX_WORKER_ID, Incarnation, WorkerId, generation_of
 from telegrad.transport.addresses import Address
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
@@ -47,6 +47,11 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     leaving: bool = False
     device_maps: dict[str, dict[str, str]] = {}  # where its tensors go on other workers, by their names
     host: str = ""  # the identity of its host: equal to ours where its process can be looked up
+    secret: bytes = b""  # what to prove to it, in a job without a secret: whoever can read this record may call it
+    hearsay: bool = False  # repeated by another worker, and not to be trusted over what a worker says of itself
+
+    def __repr__(self) -> str:
+        return f"<Member {self.name!r}: id {self.worker_id}, incarnation {self.incarnation:x}>"
 
     @property
     def info(self) -> WorkerInfo:
@@ -76,11 +81,12 @@ class Directory:
         self._lock = threading.Lock()
         self._by_id: dict[WorkerId, Member] = {}
         self._by_name: dict[str, Member] = {}
+        self._latest: dict[WorkerId, Incarnation] = {}  # of each id, whether it is still there or not
         self._left: dict[str | int, Member] = {}  # those who left on purpose, by name and by id
 
     def update(self, members: Iterable[Member]) -> list[Member]:
         """Take in what was published; those whose place was taken by a newer incarnation, or that left."""
-        gone = []
+        gone: list[Member] = []
         with self._lock:
             for member in members:
                 known = self._by_id.get(member.worker_id)
@@ -89,17 +95,36 @@ class Directory:
                         self._drop(known)
                         self._left[known.name] = self._left[int(known.worker_id)] = known
                         gone.append(known)
-                    continue
-                if known is not None and known.incarnation != member.incarnation:
-                    self._drop(known)
-                    gone.append(known)
-                namesake = self._by_name.get(member.name)
-                if namesake is not None and namesake.worker_id != member.worker_id:
-                    self._drop(namesake)
-                    gone.append(namesake)
-                self._by_id[member.worker_id] = member
-                self._by_name[member.name] = member
+                elif not self._is_old_news(member):
+                    gone += self._enter(member)
         return gone
+
+    def _is_old_news(self, member: Member) -> bool:
+        """Whether a record says less than is known. Those of a place that was opened anew come in any order."""
+        latest = self._latest.get(member.worker_id)
+        if latest == member.incarnation:
+            return self.has_left(member)
+        if latest is not None and generation_of(latest) >= generation_of(member.incarnation):
+            return True
+        return member.hearsay and member.name in self._by_name
+
+    def _enter(self, member: Member) -> list[Member]:
+        """Take in a member; those it replaces."""
+        before = (self._by_id.get(member.worker_id), self._by_name.get(member.name))
+        gone = list(
+            {m.incarnation: m for m in before if m is not None and m.incarnation != member.incarnation}.values()
+        )
+        for each in gone:
+            self._drop(each)
+        self._by_id[member.worker_id] = member
+        self._by_name[member.name] = member
+        self._latest[member.worker_id] = member.incarnation
+        return gone
+
+    def latest(self) -> dict[WorkerId, Incarnation]:
+        """Of each id that was ever given, the incarnation that was started last."""
+        with self._lock:
+            return dict(self._latest)
 
     def _drop(self, member: Member) -> None:
         self._by_id.pop(member.worker_id, None)

@@ -1,0 +1,132 @@
+"""Keeps a meeting place open that lives in the process of one worker, after that worker has gone.
+
+Every worker holds a connection to the place. When it ends, those on the machine of its address try to take the port;
+one opens a new store there, the others join it, and each says again who it is and what the lost log had said. So
+whoever comes later, the first one under its old name included, finds the others where it looks for them.
+"""
+
+import logging
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from telegrad.errors import RendezvousError
+from telegrad.rpc import hosting
+from telegrad.rpc.blocking import blocking
+from telegrad.rpc.rendezvous import MeetingPlace
+from telegrad.rpc.workers import Member
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+
+log = logging.getLogger("telegrad.rpc")
+
+# Before the first try. All workers of a job that ends together see the end of the place, and leave in this time.
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 0.25
+_TRY_SECONDS = 5.0
+
+
+class Caretaker:
+    """One worker's share in keeping its meeting place open."""
+
+    def __init__(self, agent: "Agent", place: MeetingPlace) -> None:
+        self._agent = agent
+        self._place = place
+        self._watch: socket.socket | None = None
+        self._pause = _FIRST_PAUSE
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to watch over the place, if it is one that ends with a worker."""
+        if self._place.where is not None:
+            self._place.stands = self._stands
+            self._look_at(self._place.where)
+
+    def close(self) -> None:
+        """This worker leaves: others see to the place."""
+        self._closed = True
+        self._drop_watch()
+
+    def _look_at(self, where: hosting.Place) -> None:
+        try:
+            sock = hosting.watch(where)
+        except OSError:
+            self._lost()
+            return
+        sock.setblocking(False)
+        self._watch = sock  # its peer never sends, so the first event is its end
+        self._agent.crew.watch(sock.fileno(), self._stirs, armed=True)
+        if self._closed:  # by another thread, which may not have seen this watch
+            self._drop_watch()
+
+    def _stands(self) -> bool:
+        """Whether nothing is known of the end of the place: a thread that uses it may be quicker than the crew."""
+        sock = self._watch
+        try:
+            return sock is None or bool(sock.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def _stirs(self) -> None:
+        if not self._stands():
+            self._drop_watch()
+            self._lost()
+
+    def _drop_watch(self) -> None:
+        sock, self._watch = self._watch, None
+        if sock is not None:
+            self._agent.crew.forget(sock.fileno())
+            sock.close()
+
+    def _lost(self) -> None:
+        if not self._closed:
+            self._place.lose()
+            self._pause = _FIRST_PAUSE
+            self._try_later()
+
+    def _try_later(self) -> None:
+        agent = self._agent
+        agent.keeper.at(time.monotonic() + self._pause, lambda: agent.crew.submit(self._try))
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _try(self) -> None:
+        where = self._place.where
+        if self._closed or self._agent.closing or where is None:
+            return
+        try:
+            with blocking():
+                store = hosting.attempt(where, opens=hosting.is_here(where[0]), seconds=_TRY_SECONDS)
+                self._place.move(store)
+                self._say_again()
+        except RendezvousError as error:  # another job has begun there
+            log.error("worker %r cannot be found by newcomers any more: %s", self._agent.info.name, error)
+        except (OSError, RuntimeError) as error:
+            log.debug("the meeting place %s:%d is still closed: %s", *where, error)
+            self._place.lose()
+            self._try_later()
+        else:
+            log.info("worker %r is at the meeting place %s:%d, which was opened anew", self._agent.info.name, *where)
+            self._look_at(where)
+
+    def _say_again(self) -> None:
+        """What the lost log had said, as far as this worker knows it."""
+        agent = self._agent
+        self._place.restore(agent.directory.latest())
+        if not self._closed:
+            self._place.publish(agent.member)
+        if agent.world_size is not None:
+            # A job of fixed size waits for all its ranks, whether they live or not. In an open one each speaks for
+            # itself, and who is silent is gone.
+            for member in agent.directory.members():
+                if member.incarnation != agent.member.incarnation:
+                    self._place.publish(as_hearsay(member))
+
+
+def as_hearsay(member: Member) -> Member:
+    """A record as somebody else repeats it."""
+    return msgspec.structs.replace(member, hearsay=True)

@@ -1,0 +1,116 @@
+"""A TCP store of torch's lives in the process of one worker and ends with it. Here it is opened, joined and watched.
+
+Whoever may open it tries to take the port: one gets it, the others connect. A bare connection beside torch's own tells
+when the store has ended: torch's client would find out only by being used, and would complain on stderr.
+"""
+
+import errno
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+from torch._C._distributed_c10d import TCPStore
+
+_CONNECT_SECONDS = 2.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
+
+Place = tuple[str, int]  # host and port
+
+
+def place_in(init_method: str) -> Place | None:
+    """Where a store is to be found by `init_method`; None if it is not of that kind, or not in its plain form."""
+    url = urlparse(init_method)
+    if url.query:
+        return None
+    if url.scheme == "tcp" and url.hostname and url.port:
+        return url.hostname, url.port
+    return _place_in_environment() if url.scheme == "env" else None
+
+
+def _place_in_environment() -> Place | None:
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    return (host, int(port)) if host and port.isdecimal() else None
+
+
+def is_launchers(place: Place) -> bool:
+    """Whether the store there is the launcher's, by torch's own sign for it: no worker opens it, and it stays."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place == _place_in_environment()
+
+
+def place_of(store: Any) -> Place | None:
+    """Where a store is, if it is one that ends with a worker."""
+    place = (store.host, store.port) if isinstance(store, TCPStore) else None
+    return None if place is None or is_launchers(place) else place
+
+
+def open_or_join(place: Place, *, opens: bool, seconds: float) -> TCPStore:
+    """The store at `place`, opened here if `opens` and nobody else was quicker. TimeoutError at the deadline."""
+    deadline = time.monotonic() + seconds
+    pause = _FIRST_PAUSE
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return attempt(place, opens=opens, seconds=max(left, 1e-3))
+        except OSError as error:
+            if left <= 0:
+                raise TimeoutError(f"{place[0]}:{place[1]}: {error}") from error
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def attempt(place: Place, *, opens: bool, seconds: float) -> TCPStore:
+    """The store at `place`, opened or joined now. OSError if there is none, and none can be opened here."""
+    host, port = place
+    limit = timedelta(seconds=seconds)
+    if opens:
+        taken = _take(port)
+        if taken is not None:
+            # Shared with whatever else of torch's wants a store at this port in this process.
+            return TCPStore(
+                host,
+                port,
+                is_master=True,
+                timeout=limit,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=taken.detach(),
+            )
+    watch(place, min(seconds, _CONNECT_SECONDS)).close()  # torch's client says on stderr that nobody is there
+    return TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+
+
+def _take(port: int) -> socket.socket | None:
+    """A socket that listens at `port`; None if another does."""
+    both = socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=2048, dualstack_ipv6=both
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+
+
+def watch(place: Place, seconds: float = _CONNECT_SECONDS) -> socket.socket:
+    """A connection to whoever listens at `place`. Nothing is said over it; it ends when the listener does."""
+    return socket.create_connection(place, seconds)
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` is an address of this machine: only then does a store opened here stand where others look."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, proto, _, where in found:
+        try:
+            with socket.socket(family, kind, proto) as sock:
+                sock.bind(where)
+            return True
+        except OSError:
+            continue
+    return False

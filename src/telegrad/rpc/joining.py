@@ -1,0 +1,193 @@
+"""How a worker enters a job and how it leaves: who it is, what it tells the others, and whom it waits for."""
+
+import importlib
+import logging
+import os
+import time
+from typing import Any
+
+import msgspec
+
+from telegrad.errors import RendezvousError, TelegradError
+from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation, generation_of
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.barriers import register_handlers
+from telegrad.rpc.caretaker import Caretaker
+from telegrad.rpc.current import set_current_agent
+from telegrad.rpc.devices import as_published
+from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.rendezvous import MeetingPlace, open_store, wait_for_ranks
+from telegrad.rpc.workers import Member, check_id
+from telegrad.transport.addresses import Listeners, host_identity
+
+log = logging.getLogger("telegrad.rpc")
+
+_LOOPBACK = "127.0.0.1"
+_SECRET_BYTES = 32
+# For workers whose meeting place has just ended: they come to the new one, and say which ids are taken.
+_GRACE_SECONDS = 0.3
+
+# The layers above, each with an `install(agent)` that puts its handlers and hooks on an agent. By name: this layer
+# imports none of them.
+_LAYERS = ("telegrad.rref", "telegrad.engine")
+
+
+class _NameClash(RendezvousError):
+    """Two workers of one name."""
+
+
+class _Outdated(RendezvousError):
+    """Others know of a worker with this id that was started before, and this one had thought itself the first."""
+
+
+def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any) -> Agent:
+    """Start an agent as the worker `name` and make it the current one; it meets the others in `store`."""
+    if store is None:
+        store = open_store(options.init_method, rank, world_size, options.rendezvous_timeout)
+    try:
+        place = MeetingPlace(store, "static" if world_size else "open")
+        del store  # the place has it, and may let it go
+        if world_size is None and place.where is not None and place.is_first:
+            time.sleep(_GRACE_SECONDS)
+        return _start_until_counted(place, name, rank, world_size, options)
+    except TelegradError:
+        raise
+    except RuntimeError as error:
+        raise RendezvousError(f"the meeting place {options.init_method!r} failed: {error}") from error
+
+
+def _start_until_counted(
+    place: MeetingPlace, name: str, rank: int, world_size: int | None, options: RpcBackendOptions
+) -> Agent:
+    while True:
+        try:
+            return _start_at(place, name, rank, world_size, options)
+        except _Outdated:
+            log.info("worker %r joins once more: it had opened the meeting place anew", name)
+            place.read_again()
+        except BaseException:
+            place.lose()  # now, and not when the error is forgotten
+            raise
+
+
+def _start_at(place: MeetingPlace, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Agent:
+    worker_id = rank if rank >= 0 else place.next_id()
+    check_id(worker_id)
+    incarnation = draw_incarnation(_generation(place, worker_id))
+    listeners = Listeners(options.transports, (options.host or _LOOPBACK) if options.secret_bytes else _LOOPBACK)
+    own_secret = b"" if options.secret_bytes else os.urandom(_SECRET_BYTES)
+    member = Member(
+        name,
+        WorkerId(worker_id),
+        incarnation,
+        tuple(listeners.addresses),
+        os.getpid(),
+        device_maps=as_published(options),
+        host=host_identity(),
+        secret=own_secret,
+    )
+    agent = Agent(member, options.secret_bytes or own_secret, options, listeners, place)
+    agent.world_size = world_size
+    agent.caretaker = Caretaker(agent, place)
+    register_handlers(agent)
+    try:
+        agent.start()
+        agent.caretaker.start()
+        for layer in _LAYERS:
+            importlib.import_module(layer).install(agent)
+        set_current_agent(agent)  # before the others know of this worker: their first call may use it
+        _meet(agent, place, member, world_size)
+        agent.health.start()
+    except BaseException as error:
+        set_current_agent(None)
+        # The other side of a clash must find this record to see it, too.
+        leave(agent, quietly=isinstance(error, _NameClash))
+        agent.close(farewell=False)
+        raise
+    return agent
+
+
+def _generation(place: MeetingPlace, worker_id: int) -> int:
+    generation = place.next_generation(worker_id)
+    if generation > MAX_GENERATION:
+        raise RendezvousError(
+            f"worker id {worker_id} was started {generation} times in this job: start it under another id"
+        )
+    return generation
+
+
+def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | None) -> None:
+    generation = generation_of(member.incarnation)
+    # Who has been here this time, though it may have left again already: it is not waited for.
+    came: set[int] = set()
+    clashes: list[RendezvousError] = []
+
+    def take(members: list[Member]) -> None:
+        try:
+            _check_clash(agent, members, member, world_size)
+        except RendezvousError as clash:
+            clashes.append(clash)
+        agent.learn([m for m in members if m.worker_id != member.worker_id])
+        came.update(m.worker_id for m in members if generation_of(m.incarnation) >= generation)
+
+    def present() -> set[int]:
+        if clashes:
+            raise clashes[0]
+        return came | {int(m.worker_id) for m in agent.directory.members()}
+
+    agent.take_news = take  # a call that is served meanwhile may look for its own callee, and read the news first
+    try:
+        place.publish(member)  # before looking for clashes, so that both sides of one see it
+        place.news(take)
+        present()
+        if world_size is not None:
+            wait_for_ranks(place, take, present, world_size, agent.options.rendezvous_timeout)
+            if place.is_outdated(member.worker_id, member.incarnation):
+                raise _Outdated(f"worker {member.name!r} is not the first with its id")
+    finally:
+        agent.take_news = agent.learn
+
+
+def _check_clash(agent: Agent, members: list[Member], mine: Member, world_size: int | None) -> None:
+    """Two living workers of one name are a mistake. The same rank again is a restart, so is the name of a dead one."""
+    present = {m.worker_id: m for m in agent.directory.members()}
+    for member in members:
+        if not member.leaving:
+            present[member.worker_id] = member
+        elif member.worker_id in present and present[member.worker_id].incarnation == member.incarnation:
+            del present[member.worker_id]
+    present[mine.worker_id] = mine
+    names: dict[str, Member] = {}
+    for member in present.values():
+        other = names.setdefault(member.name, member)
+        if other is not member and (world_size is not None or _answers(agent, other if member is mine else member)):
+            raise _NameClash(
+                f"RPC worker name {member.name!r} is not unique: workers {other.worker_id} and {member.worker_id} both "
+                "use it. Give each worker a name of its own"
+            )
+
+
+def _answers(agent: Agent, member: Member) -> bool:
+    try:
+        agent.link(member).connection()
+    except (TelegradError, OSError):
+        return False
+    return True
+
+
+def leave(agent: Agent, quietly: bool = False) -> None:
+    """Put on record that this worker is gone, unless `quietly`; what becomes of the meeting place is up to others."""
+    if agent.place is not None and not quietly:
+        try:
+            agent.place.publish(msgspec.structs.replace(agent.member, leaving=True, secret=b""))
+        except RuntimeError as error:
+            log.debug("the meeting place is gone: %s", error)
+    if agent.caretaker is not None:
+        agent.caretaker.close()
+
+
+def let_go_of_place(agent: Agent) -> None:
+    """Let the store go. If it is in this process, that ends it for all."""
+    place, agent.place = agent.place, None
+    if place is not None:
+        place.lose()
