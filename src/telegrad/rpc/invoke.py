@@ -19,7 +19,7 @@ from telegrad.errors import ProtocolError, TelegradError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.link import Link
 from telegrad.rpc.packing import pack_for, unpack_from
-from telegrad.rpc.session import Request, Session
+from telegrad.rpc.session import Definition, Request, Session
 from telegrad.wire.codec import Packed, pack, unpack
 from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
 
@@ -112,25 +112,13 @@ def _sendable(func: Any) -> Any:
     return func
 
 
-class _Definition:
-    """A function that has been named but not yet looked up."""
-
-    __slots__ = ("payload",)
-
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
-
-
-def resolve(session: Session, number: int, definition: bytes) -> Any:
+def resolve(session: Session, number: int) -> Any:
     """The function that a number stands for on this link."""
     functions = session.functions
-    if definition:
-        # Noted before it is looked up, which may take long: the next call may already come by number.
-        functions.setdefault(number, _Definition(definition))
     function = functions.get(number)
     if function is None:
         raise ProtocolError(f"call of function number {number}, which was never defined on this link")
-    if type(function) is _Definition:
+    if type(function) is Definition:
         function = functions[number] = unpack(function.payload, [])
     return function
 
@@ -144,9 +132,8 @@ def run_call(
     """
     if failed is None:
         failed = functools.partial(agent.fail, request)
-    # Numbers are settled first of all, in the order of arrival.
     if call.function:
-        func = resolve(request.session, call.function, call.definition)
+        func = resolve(request.session, call.function)
         tensors = agent.received(request)
         args, kwargs = unpack_from(agent, request.caller, request.frame.payload, tensors)
     else:

@@ -22,7 +22,17 @@ from telegrad.rpc.ranges import Ranges
 from telegrad.rpc.spin import Spinner
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
-from telegrad.wire.messages import Ack, AnyMessage, Barrier, DebugWaits, Goodbye, Ping
+from telegrad.wire.messages import (
+    Ack,
+    AnyMessage,
+    Barrier,
+    DebugWaits,
+    Goodbye,
+    Ping,
+    PythonCall,
+    PythonRemoteCall,
+    RpcWithAutograd,
+)
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -36,6 +46,15 @@ MOST_RUNNING = 4096
 _LOOK_SECONDS = 0.001
 
 NO_WORK = (Barrier, Ping, DebugWaits)  # requests of Telegrad's own, which a shutdown does not wait for
+
+
+class Definition:
+    """A function that came with its number and has not been looked up yet, which may take long."""
+
+    __slots__ = ("payload",)
+
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
 
 
 class Session:
@@ -108,6 +127,7 @@ class Session:
         while True:
             while inbox and not self._is_full():
                 frame = inbox.popleft()
+                self._note_definition(frame.message)
                 turn.count += 1
                 turn.running = True
                 self._take(frame)
@@ -136,6 +156,13 @@ class Session:
                 turn.give_up()
                 return
             inbox.extend(frames)
+
+    def _note_definition(self, message: AnyMessage) -> None:
+        """The next request may name a function by the number it has here. That one may run first, in another thread,
+        and this one may be refused before it is run: so this comes before anything else, in the order of arrival."""
+        call = message.call if type(message) is RpcWithAutograd else message
+        if (type(call) is PythonCall or type(call) is PythonRemoteCall) and call.definition and call.function:
+            self.functions.setdefault(call.function, Definition(call.definition))
 
     def give_up(self, turn: "SessionTurn") -> None:
         """Let another thread serve: at once if requests are waiting here, else when one comes."""

@@ -1,0 +1,91 @@
+"""A function is sent once and is a number afterwards, which holds whatever becomes of the call it came with."""
+
+import operator
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from telegrad.errors import ProtocolError
+from telegrad.ids import ContextId, ForkId, Incarnation, MessageId, RRefId, WorkerId
+from telegrad.rpc.invoke import resolve
+from telegrad.rpc.session import Request, Session
+from telegrad.rpc.workers import Member
+from telegrad.wire.codec import pack
+from telegrad.wire.frames import Frame, Head, Kind
+from telegrad.wire.messages import AnyMessage, AutogradMetadata, PythonCall, PythonRemoteCall, RpcWithAutograd
+
+CALLER = Member("caller", WorkerId(0), Incarnation(1), (), 0)
+ADD = pack(operator.add).payload
+METADATA = AutogradMetadata(ContextId(1), MessageId(2))
+
+# The first call of a function, in each of the ways it can come.
+FIRST: dict[str, AnyMessage] = {
+    "call": PythonCall(7, ADD, 0.0),
+    "remote": PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0),
+    "call in a context": RpcWithAutograd(METADATA, PythonCall(7, ADD, 0.0)),
+    "remote in a context": RpcWithAutograd(METADATA, PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0)),
+}
+NEXT = PythonCall(7, b"", 0.0)
+
+
+class Quiet:
+    """A connection over which these messages have come, and nothing more will."""
+
+    def __init__(self, *messages: AnyMessage) -> None:
+        self._frames = [Frame(Kind.REQUEST, i + 1, 0, Head(m, (), ()), b"", None, 0) for i, m in enumerate(messages)]
+        self.stream = SimpleNamespace(fileno=lambda: 0, readable=lambda _: False)
+
+    def receive(self) -> list[Frame]:
+        frames, self._frames = self._frames, []
+        return frames
+
+
+def serving(serve: Callable[[Request], None], *messages: AnyMessage) -> tuple[Session, deque[Callable[[], None]]]:
+    """A session to which these messages have come, and what it has submitted to the crew."""
+    tasks: deque[Callable[[], None]] = deque()
+    crew = SimpleNamespace(
+        watch=lambda *_, **__: None, arm=lambda _: None, submit=tasks.append, another_works=lambda: True
+    )
+    agent: Any = SimpleNamespace(crew=crew, serve=serve, note_activity=lambda: None)
+    session = Session(agent, CALLER, False)
+    session.attach(Quiet(*messages))  # type: ignore[arg-type]
+    return session, tasks
+
+
+@pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
+def test_a_call_that_is_refused_has_defined_its_function(first: AnyMessage) -> None:
+    """As it is when its context has ended: nobody looks at the function then."""
+    found = []
+
+    def serve(request: Request) -> None:
+        if request.message is NEXT:
+            found.append(resolve(request.session, 7))
+
+    session, _ = serving(serve, first, NEXT)
+    session.ready()
+    assert found == [operator.add]
+
+
+def test_the_next_call_may_run_before_the_first() -> None:
+    """The thread that took the first was held up, and another serves meanwhile."""
+    found = []
+
+    def serve(request: Request) -> None:
+        if request.message is not NEXT:
+            session.relieve()
+            session.relieve()  # the same request at two looks: it is stuck
+            tasks.popleft()()
+        found.append((request.frame.request_id, resolve(request.session, 7)))
+
+    session, tasks = serving(serve, FIRST["call"], NEXT)
+    session.ready()
+    assert found == [(2, operator.add), (1, operator.add)]
+
+
+def test_a_number_that_was_never_defined() -> None:
+    session, _ = serving(lambda _: None)
+    with pytest.raises(ProtocolError, match="never defined"):
+        resolve(session, 7)
