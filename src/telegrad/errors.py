@@ -6,6 +6,7 @@
     |-- RendezvousError           the workers did not find each other, or clash (names, ranks, versions)
     |-- ShutdownError             a graceful shutdown could not complete: names who is missing and what is outstanding
     |-- UnknownWorker (ValueError)         no such name, rank or id
+    |-- InvalidName (ValueError)  what was given cannot be the name of a worker
     |-- RpcTimeout (TimeoutError)  a deadline passed: names what was waited for
     |-- WorkerDied (ConnectionError)       a worker closed or fell silent: names it and what it was asked
     |-- AuthenticationError       a peer could not prove that it knows the job's secret
@@ -47,6 +48,10 @@ class ShutdownError(TelegradError):
 
 class UnknownWorker(TelegradError, ValueError):
     """No worker of that name, rank or id belongs to the job."""
+
+
+class InvalidName(TelegradError, ValueError):
+    """A worker cannot be called so."""
 
 
 class RpcTimeout(TelegradError, TimeoutError):

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import FileStore
 from telegrad import rpc
 from telegrad.errors import (
     AlreadyInitialized,
+    InvalidName,
     NotInitialized,
     RendezvousError,
     ShutdownError,
@@ -177,8 +178,9 @@ def test_a_rank_out_of_range(meeting: str, rank: int) -> None:
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 200, "ä"])
 def test_a_bad_name(meeting: str, name: str) -> None:
-    with pytest.raises(ValueError, match="name"):
+    with pytest.raises(InvalidName, match="Worker name must match") as caught:
         join(name, 0, 1, meeting, {})
+    assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("method", ["nonsense", "tcp://", "ftp://host:1", "file://"])

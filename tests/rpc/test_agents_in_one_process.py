@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from telegrad.errors import AuthenticationError, RpcTimeout, WorkerDied
+from telegrad.errors import AuthenticationError, RpcTimeout, SerializationError, WorkerDied
 from telegrad.rpc.agent import Agent
 from telegrad.transport.faulty import Fault, Faults, Plan
 from telegrad.transport.memory import MemoryListener, dial_memory
@@ -128,6 +128,31 @@ def test_a_late_reply_is_dropped(two: dict[str, Agent]) -> None:
     gate.set()
     assert call("a", "b", count, "after") == 1
     wait_until(lambda: not agents["b"].under_way())
+
+
+def test_each_agent_is_sent_no_more_than_it_takes_in() -> None:
+    """Over a socket; in shared memory tensors do not count."""
+    with office("a", "b", shared_memory=False, max_message_bytes=10_000_000):
+        agents["c"] = start_agent("c", 2, shared_memory=False, max_message_bytes=100_000)
+        introduce()
+        too_much = bytes(200_000)
+        for _ in range(2):
+            with pytest.raises(SerializationError, match=r"of 2\d+ bytes.*100000 that worker 'c'.*max_message_bytes"):
+                call("a", "c", len, too_much)
+        with pytest.raises(SerializationError, match="100000 that worker 'c'"):  # told by b, which could not answer
+            call("c", "b", bytes, 200_000)
+        with pytest.raises(SerializationError, match="100000 that worker 'c'"):
+            call("b", "c", echo, torch.zeros(200_000))
+        assert call("a", "c", bytes, 200_000) == too_much
+        assert call("c", "b", len, too_much) == 200_000
+        assert call("a", "b", echo, too_much) == too_much
+
+
+@pytest.mark.parametrize("make", [bytes, torch.zeros])
+def test_a_large_reply_is_forgotten_as_soon_as_it_has_arrived(two: dict[str, Agent], make: Any) -> None:
+    for size in (100_000, 1_000_000):
+        assert len(call("a", "b", make, size)) == size
+        wait_until(lambda: not any(session._replies for session in agents["b"].sessions()))
 
 
 # --- connections that end ---

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
-from telegrad.transport.connection import Connection
+from telegrad.transport.connection import Connection, _say_once
 from telegrad.transport.stream import Lane, SocketStream, make_lane_pair
 from telegrad.wire.frames import HEADER, INLINE, MAGIC, VERSION, Frame, Kind, SegmentSpec, encode_prefix
 from telegrad.wire.messages import Ack, Ping, PythonReply, ReleaseBlocks, RetireBlocks
@@ -75,6 +75,23 @@ def test_tensors_both_ways(pair: tuple[Connection, Connection], size: int) -> No
         assert torch.equal(x, y)
         y.fill_(-1)  # the receiver's own
         assert not size or x[0] == 0
+
+
+def test_the_lack_of_shared_memory_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    _say_once.cache_clear()
+    for _ in range(3):
+        a, b = make_pair()
+        with closing(a), closing(b):
+            for sender, receiver in ((a, b), (b, a)):
+                send_tensor(sender, torch.ones(20_000))
+                assert torch.equal(take_tensor(receiver), torch.ones(20_000))
+    assert caplog.text.count("no shared memory") == 1
 
 
 def test_held_frames_leave_with_the_next(pair: tuple[Connection, Connection]) -> None:

@@ -229,6 +229,7 @@ class Agent:
             number,
             self.options.shared_memory,
             self._main,
+            self.options.max_message_bytes,
         )
         last_try = time.monotonic() + self.options.connect_timeout
         while True:
@@ -427,7 +428,13 @@ class Agent:
         key = (hello.worker_id, hello.incarnation, hello.link)
         shared = hello.shared_memory and self.options.shared_memory
         return Welcome(
-            self.member.worker_id, self.info.name, self.member.incarnation, key in self._sessions, shared, self._main
+            self.member.worker_id,
+            self.info.name,
+            self.member.incarnation,
+            key in self._sessions,
+            shared,
+            self._main,
+            self.options.max_message_bytes,
         )
 
     def _admitted(self, hello: Hello, welcome: Welcome, connection: Connection) -> None:

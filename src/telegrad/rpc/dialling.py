@@ -106,7 +106,9 @@ def _dial_address(
         sock.close()
         raise
     stream = SocketStream(sock, address.kind, _lane(ours, welcome.shared_memory))
-    return Connection(stream, max_frame=options.max_message_bytes, on_blocked=on_blocked), welcome
+    connection = Connection(stream, max_frame=options.max_message_bytes, on_blocked=on_blocked)
+    connection.peer, connection.peer_takes = f"worker {welcome.name!r}", welcome.takes_bytes
+    return connection, welcome
 
 
 def _lane(sock: socket.socket | None, agreed: bool) -> Lane | None:
@@ -252,7 +254,9 @@ class Acceptor:
         self._crew.forget(fd)
         kind = UNIX if sock.family == socket.AF_UNIX else "tcp"
         stream = SocketStream(sock, kind, _lane(lane_socket, welcome.shared_memory))
-        self._admitted(hello, welcome, Connection(stream, max_frame=self._options.max_message_bytes))
+        connection = Connection(stream, max_frame=self._options.max_message_bytes)
+        connection.peer, connection.peer_takes = f"worker {hello.name!r}", hello.takes_bytes
+        self._admitted(hello, welcome, connection)
 
     def _drop(self, fd: int, why: str) -> None:
         entry = self._half_open.pop(fd, None)

@@ -15,6 +15,7 @@ DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 UNSET_RPC_TIMEOUT = -1.0
 
 SECRET_VARIABLE = "TELEGRAD_SECRET"
+LEAST_MESSAGE_BYTES = 64 * 1024  # what every worker takes in, so that smaller messages need not be measured
 
 DeviceLike = int | str | torch.device
 
@@ -39,7 +40,8 @@ class RpcBackendOptions:
         connect_timeout: seconds that connecting to one worker may take.
         heartbeat: seconds of silence after which a worker that owes an answer is asked whether it lives; if it stays
             silent three times as long, it counts as dead.
-        max_message_bytes: a larger message is refused before memory is taken for it.
+        max_message_bytes: a larger message is refused before memory is taken for it; others are told, and do not send
+            it. Tensors in shared memory do not count: they are in the sender's.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class RpcBackendOptions:
                 )
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
+        if max_message_bytes < LEAST_MESSAGE_BYTES:
+            raise ValueError(f"max_message_bytes must be at least {LEAST_MESSAGE_BYTES}, got {max_message_bytes}")
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
         self.num_worker_threads = num_worker_threads

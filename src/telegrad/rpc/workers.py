@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from telegrad.errors import UnknownWorker
+from telegrad.errors import InvalidName, UnknownWorker
 from telegrad.ids import MAX_WORKER_ID, Incarnation, WorkerId, generation_of
 from telegrad.transport.addresses import Address
 
@@ -60,9 +60,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 def check_name(name: str) -> None:
-    """Raise unless `name` can name a worker; the error is a ValueError and a RuntimeError."""
+    """Raise InvalidName, which is a ValueError and a RuntimeError, unless `name` can name a worker."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UnknownWorker(
+        raise InvalidName(
             "Worker name must match ^[A-Za-z0-9-_:]*$, must be non-empty and must be shorter than 128 characters, "
             f"got {name!r}"
         )

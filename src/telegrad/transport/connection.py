@@ -6,7 +6,9 @@ business; nobody above sees them.
 """
 
 import ctypes
+import functools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -36,13 +38,19 @@ def _nothing() -> None:
     pass
 
 
+@functools.cache
+def _say_once(number: int) -> None:
+    log.warning("no shared memory (%s): tensors go through sockets, which is slower", os.strerror(number))
+
+
 class Connection:
     """Messages over one stream. Any thread may send; one at a time may receive."""
 
     def __init__(self, stream: Stream, *, max_frame: int, on_blocked: Callable[[], None] = lambda: None) -> None:
         self.stream = stream
         self.on_blocked = on_blocked
-        self._max_frame = max_frame
+        self.peer = "the peer"  # its name, for errors
+        self.peer_takes = max_frame  # bytes in one message that it does not refuse
         self._reader = FrameReader(heap.allocate, max_frame)
         self._write_lock = threading.Lock()
         self._lender = Lender() if stream.lane is not None else None
@@ -96,10 +104,10 @@ class Connection:
     def _check_size(self, buffers: Sequence[Any]) -> None:
         """Refuse here what the peer would refuse: sent all the same, it would end the connection again and again."""
         size = sum(map(len, buffers))
-        if size > self._max_frame:
+        if size > self.peer_takes:
             raise SerializationError(
-                f"a message of {size} bytes is over the limit of {self._max_frame}; send it in parts, or raise "
-                "`max_message_bytes` in the options of all workers"
+                f"a message of {size} bytes is over the limit of {self.peer_takes} that {self.peer} has set for what "
+                "it takes in; send it in parts, or raise `max_message_bytes` in the options of that worker"
             )
 
     def send_encoded(self, frame: bytes, deadline: float | None = None) -> None:
@@ -200,9 +208,8 @@ class Connection:
                 self.stream.lane.announce(block.number, block.size, block.fd)
                 block.close()  # the peer has it now
         except OSError as error:
-            if self._sharing:
-                self._sharing = False
-                log.warning("no shared memory (%s): tensors to this peer go through its socket, which is slower", error)
+            self._sharing = False
+            _say_once(error.errno or 0)
             return None
         table, offset = [], 0
         for segment in segments:

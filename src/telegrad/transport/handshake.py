@@ -18,6 +18,7 @@ import struct
 import msgspec
 
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
+from telegrad.wire.frames import MAX_FRAME
 
 MAGIC = b"TGRD"
 PROTOCOL = 1
@@ -46,6 +47,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     link: int  # the same number again asks to resume that link after a lost connection
     shared_memory: bool  # the dialler will pass a lane for descriptors next
     main_module: str  # fingerprint of __main__, so that its functions may travel by name
+    takes_bytes: int = MAX_FRAME  # a larger message it would refuse, so none should be sent
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -57,6 +59,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     resumed: bool
     shared_memory: bool
     main_module: str
+    takes_bytes: int = MAX_FRAME
 
 
 _encode = msgspec.msgpack.Encoder().encode

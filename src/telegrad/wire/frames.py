@@ -27,6 +27,7 @@ INLINE = -1  # the block number of a segment that travels in the frame itself
 READ_SIZE = 256 * 1024
 MAX_HEAD = 64 * 2**20
 MAX_FRAME = 64 * 2**30
+LARGE_PAYLOAD = 64 * 1024
 
 
 class Kind(IntEnum):
@@ -90,8 +91,8 @@ class Frame:
 
     @property
     def is_large(self) -> bool:
-        """Whether its tensors have memory of their own: a shared block or a receive buffer."""
-        return bool(self.segments) and not isinstance(self.data, bytearray)
+        """Whether it holds more than its sender should keep: tensors with memory of their own, or a long payload."""
+        return len(self.payload) > LARGE_PAYLOAD or (bool(self.segments) and not isinstance(self.data, bytearray))
 
     def __repr__(self) -> str:
         kind = Kind(self.kind).name.lower()
