@@ -17,12 +17,14 @@ from torch.jit._builtins import _find_builtin
 
 from telegrad import rpc as calls
 from telegrad.compat.rpc.agent import (
+    RpcAgent,
     _get_current_rpc_agent,
     _is_current_rpc_agent_set,
     _reset_current_rpc_agent,
     _set_and_start_rpc_agent,
 )
 from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from telegrad.compat.rpc.gathering import AllGatherStates
 from telegrad.compat.rpc.internal import (
     PythonUDF,
     RPCExecMode,
@@ -37,11 +39,12 @@ from telegrad.compat.rpc.references import (
     _rref_typeof_on_owner,
     _rref_typeof_on_user,
 )
-from telegrad.errors import RpcTimeout
+from telegrad.errors import RpcTimeout, WorkerDied
 from telegrad.rpc import get_rpc_timeout, get_worker_info
+from telegrad.rpc.agent import Agent
 from telegrad.rpc.blocking import blocking
 from telegrad.rpc.current import require_agent
-from telegrad.rpc.workers import WorkerInfo
+from telegrad.rpc.workers import Member, WorkerInfo
 
 __all__ = [
     "AllGatherStates",
@@ -155,14 +158,6 @@ def _wait_all() -> Iterator[None]:
 # --- gathering --------------------------------------------------------------------------------------------------------
 
 
-class AllGatherStates:
-    """One gathering: what came so far, and whether all of it has."""
-
-    def __init__(self) -> None:
-        self.gathered_objects: dict[str, Any] = {}
-        self.proceed_signal = threading.Event()
-
-
 _ALL_WORKER_NAMES: set[str] = set()
 _all_gather_dict_lock = threading.RLock()
 _all_gather_sequence_id: dict[str, int] = {}
@@ -173,22 +168,37 @@ def _init_rpc_states(agent: Any) -> None:
     """A new agent: note who takes part, and make it this process's own unless it already is."""
     global _ALL_WORKER_NAMES  # noqa: PLW0603 - torch keeps it here, and programs look
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
+    if isinstance(agent, RpcAgent):
+        agent._agent.health.expected.append(functools.partial(_awaited_members, agent._agent))
+        agent._agent.on_death.append(_go_on_without)
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
+
+
+def _awaited_members(agent: Agent) -> list[Member]:
+    """Whom gatherings wait for here: somebody has to ask whether they live."""
+    with _all_gather_dict_lock:
+        names = {name for states in _all_gather_sequence_id_to_states.values() for name in states.awaited}
+    return [member for member in agent.directory.members() if member.name in names] if names else []
+
+
+def _go_on_without(member: Member) -> None:
+    with _all_gather_dict_lock:
+        for states in _all_gather_sequence_id_to_states.values():
+            states.lost(member.name)
 
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
     """Runs on the leader: one worker's contribution."""
     with _all_gather_dict_lock:
-        names = worker_names or _ALL_WORKER_NAMES
-        if worker_name not in names:
+        if worker_name not in (worker_names or _ALL_WORKER_NAMES):
             raise AssertionError(f"{worker_name} is not expected by leader.")
         states = _all_gather_sequence_id_to_states[sequence_id]
+        if states.failure is not None:
+            raise states.failure
         if worker_name in states.gathered_objects:
             raise AssertionError(f"{worker_name} reported intent sequence id {sequence_id} twice. ")
-        states.gathered_objects[worker_name] = obj
-        if names == states.gathered_objects.keys():
-            states.proceed_signal.set()
+        states.arrived(worker_name, obj)
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
@@ -201,8 +211,20 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
     states.proceed_signal.set()
 
 
+def _fail_follower(sequence_id: str, failure: WorkerDied) -> None:
+    """Runs on each follower that has contributed: nothing will come of it."""
+    with _all_gather_dict_lock:
+        _all_gather_sequence_id_to_states[sequence_id].fail(failure)
+
+
 def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
-    """Everyone's `obj` by worker name, once all of `worker_names` (by default all workers) have called this."""
+    """Everyone's `obj` by worker name, once all of `worker_names` (by default all workers) have called this.
+
+    WorkerDied, unlike in torch, if one of them ends before."""
+    return _gather(obj, worker_names, timeout, without_dead=False)
+
+
+def _gather(obj: Any, worker_names: set[str] | None, timeout: float, *, without_dead: bool) -> dict[str, Any]:
     self_name = require_agent().info.name
     names = set(worker_names or _ALL_WORKER_NAMES)
     leader = min(names)
@@ -216,9 +238,12 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
     if leader == self_name:
         _gather_to_leader(sequence_id, self_name, obj, names)
     else:
-        rpc_sync(leader, _gather_to_leader, args=(sequence_id, self_name, obj, names), timeout=rpc_timeout)
-    with _all_gather_dict_lock:
-        states = _all_gather_sequence_id_to_states[sequence_id]
+        try:
+            rpc_sync(leader, _gather_to_leader, args=(sequence_id, self_name, obj, names), timeout=rpc_timeout)
+        except WorkerDied as error:
+            if not without_dead or error.worker != leader:
+                raise
+    states = _begin_to_wait(sequence_id, names, leader, without_dead)
     with blocking():
         arrived = states.proceed_signal.wait(patience)
     if not arrived:
@@ -226,10 +251,33 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
         raise RpcTimeout(
             f"timed out in _all_gather after {timeout:.2f} seconds: worker {self_name!r} waited for {missing}"
         )
+    if states.failure is not None:
+        if leader == self_name:  # it keeps the failure, for those who come later
+            _tell_of_failure(sequence_id, states, rpc_timeout)
+        raise states.failure
     if leader == self_name:
-        _tell_followers(sequence_id, names - {leader}, states.gathered_objects, rpc_timeout)
+        _tell_followers(sequence_id, states.gathered_objects.keys() - {leader}, states.gathered_objects, rpc_timeout)
     with _all_gather_dict_lock:
         return _all_gather_sequence_id_to_states.pop(sequence_id).gathered_objects
+
+
+def _begin_to_wait(sequence_id: str, names: set[str], leader: str, without_dead: bool) -> AllGatherStates:
+    """A leader waits for all contributions, a follower for its leader."""
+    agent = require_agent()
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+        if not states.proceed_signal.is_set():
+            leads = leader == agent.info.name
+            states.wait_for(names - states.gathered_objects.keys() if leads else {leader}, without_dead=without_dead)
+            for member in agent.directory.members():
+                if agent.is_dead(member):  # before the wait began
+                    states.lost(member.name)
+        return states
+
+
+def _tell_of_failure(sequence_id: str, states: AllGatherStates, timeout: float) -> None:
+    for name in sorted(states.gathered_objects.keys() - {require_agent().info.name}):
+        rpc_async(name, _fail_follower, args=(sequence_id, states.failure), timeout=timeout)
 
 
 def _tell_followers(sequence_id: str, followers: set[str], gathered: dict[str, Any], timeout: float) -> None:
@@ -261,10 +309,10 @@ def _barrier(worker_names: Iterable[str]) -> None:
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until all workers have called this."""
+    """Wait until all workers have called this, except those that are gone."""
     require_agent()
     try:
-        _all_gather(None, timeout=timeout)
+        _gather(None, None, timeout, without_dead=True)
     except RuntimeError:
         logger.exception("Failed to respond to 'Shutdown Proceed' in time")
         raise
