@@ -258,8 +258,89 @@ def test_a_state_of_other_groups_is_refused() -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.5)
     with pytest.raises(ValueError, match=r"groups of \[1\] parameters, this optimizer of \[2\]"):
         optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
-    with pytest.raises(ValueError, match="takes all its parameter groups when it is made"):
-        optimizer.add_param_group({"params": model.remote_parameters()})
+
+
+def test_names_of_parameters_are_kept_as_torch_keeps_them() -> None:
+    split, whole = split_model(), local_model()
+    named = list(whole.named_parameters())
+    references = [(name, param) for (name, _), param in zip(named, remote_parameters(split), strict=True)]
+    distributed = DistributedOptimizer(NamedSGD, references, lr=0.05)
+    local = NamedSGD(named, lr=0.05)
+    assert distributed.param_groups[0]["param_names"] == local.param_groups[0]["param_names"]
+    for number in range(3):
+        distributed_step(split, distributed, number)
+        local_step(whole, local, number)
+    assert_same_parameters(split, whole)
+    assert distributed.state_dict()["param_groups"] == local.state_dict()["param_groups"]
+
+    # A state with other names gives them, on the owners too: this one no longer knows a bias when it sees one.
+    state = local.state_dict()
+    state["param_groups"][0]["param_names"] = [f"p{index}" for index in range(len(named))]
+    for optimizer in (distributed, local):
+        optimizer.load_state_dict(state)
+    assert distributed.param_groups[0]["param_names"] == local.param_groups[0]["param_names"]
+    distributed_step(split, distributed, 3)
+    local_step(whole, local, 3)
+    assert_same_parameters(split, whole)
+
+
+class NamedSGD(torch.optim.SGD):
+    """Leaves biases alone, which it knows by their names."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                if name.endswith("bias"):
+                    param.grad = None
+        super().step(closure)
+
+
+def test_names_are_for_all_parameters_or_for_none() -> None:
+    first, second = RemoteModule("ps0", layer, (0, 6, 3)).remote_parameters()
+    with pytest.raises(ValueError, match="Some param names are missing"):
+        DistributedOptimizer(torch.optim.SGD, [("weight", first), second], lr=0.1)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [("weight", first)], lr=0.1)
+    with pytest.raises(ValueError, match="with/without names"):
+        optimizer.add_param_group({"params": [second]})
+
+
+def test_groups_added_later_train_as_in_one_process() -> None:
+    split, whole = split_model(), local_model()
+    references, params = remote_parameters(split), list(whole.parameters())
+    distributed = DistributedOptimizer(torch.optim.Adam, references[:1], lr=0.05)
+    local = torch.optim.Adam(params[:1], lr=0.05)
+    # The second owner is known, the others are new; and the options are the group's own, or the defaults.
+    for number, (first, last, options) in enumerate([(1, 2, {}), (2, len(params), {"lr": 0.2, "betas": (0.5, 0.9)})]):
+        distributed_step(split, distributed, number)
+        local_step(whole, local, number)
+        distributed.add_param_group({"params": references[first:last], **options})
+        local.add_param_group({"params": params[first:last], **options})
+    schedulers = [lr_scheduler.ExponentialLR(optimizer, gamma=0.5) for optimizer in (distributed, local)]
+    for number in range(2, 5):
+        distributed_step(split, distributed, number, max_norm=0.1)
+        local.zero_grad()
+        loss_of(whole, number).backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        local.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_same_parameters(split, whole)
+    gathered, expected = distributed.state_dict(), local.state_dict()
+    assert gathered["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(gathered["state"], expected["state"], rtol=0, atol=0)
+    distributed.load_state_dict(expected)
+
+
+def test_a_group_that_one_owner_refuses_is_taken_by_none() -> None:
+    here, there = (RemoteModule(owner, layer, (0, 6, 3)).remote_parameters() for owner in ("ps0", "ps1"))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [*here[:1], *there[:1]], lr=0.1)
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match="more than one parameter group") as refused:
+        optimizer.add_param_group({"params": [here[1], there[0]]})
+    assert "ps1" in str(refused.value)
+    assert optimizer.state_dict() == before
+    optimizer.add_param_group({"params": [here[1], there[1]]})
+    assert [group["params"] for group in optimizer.state_dict()["param_groups"]] == [[0, 1], [2, 3]]
 
 
 class FailsOn(torch.optim.SGD):

@@ -12,6 +12,7 @@ round trip.
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -21,14 +22,23 @@ from telegrad.optim.clip import shrink_factor, total_norm
 from telegrad.optim.gradients import check_context
 from telegrad.optim.owner import LocalOptimizer, create, on_owner
 from telegrad.optim.rounds import ask_all
-from telegrad.optim.shares import Options, changed_options, options_of, parameter_groups, split_by_owner
+from telegrad.optim.shares import (
+    Options,
+    changed_options,
+    check_names,
+    one_group,
+    options_of,
+    parameter_groups,
+    split_by_owner,
+)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """One optimizer over parameters that live on several workers.
 
     `optimizer_class(params, *args, **kwargs)` is made on each worker that owns any of `params_rref`: references to
-    parameters, or dicts of them with options of their own, as torch.optim takes groups. Concurrent steps, from this
+    parameters, pairs of a name and a reference, or dicts of these with options of their own, as torch.optim takes
+    groups. Concurrent steps, from this
     trainer or others, are each applied whole on each owner, in no set order among owners.
 
     It is a `torch.optim.Optimizer` to learning-rate schedulers and to anything else that reads `param_groups`.
@@ -39,6 +49,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         _refuse_closures(optimizer_class)
         groups, grouped = parameter_groups(params_rref)
+        self._how = (optimizer_class, args, kwargs)
         self._shares = split_by_owner(groups)
         made = ask_all(
             f"creating {getattr(optimizer_class, '__name__', optimizer_class)}",
@@ -110,7 +121,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             count = len(group["params"])
             current = {**options[number], **changes.get(number, {})}
-            groups.append({**options_of(current), "params": list(range(first, first + count))})
+            names = {"param_names": list(group["param_names"])} if "param_names" in group else {}
+            groups.append({**options_of(current), **names, "params": list(range(first, first + count))})
             first += count
         whole: dict[str, Any] = {"state": dict(sorted(state.items())), "param_groups": groups}
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -134,28 +146,61 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved = state_dict["state"]
         state = {index: saved[number] for index, number in enumerate(numbers) if number in saved}
         options = {number: options_of(deepcopy(group)) for number, group in enumerate(saved_groups)}
+        names = [name for group in saved_groups for name in group.get("param_names", ())]
         calls = {}
         for owner, shares in self._shares.items():
             mine = {index: state[index] for share in shares for index in share.indices if index in state}
-            my_options = {share.group: options[share.group] for share in shares}
+            my_options = {share.group: dict(options[share.group]) for share in shares}
+            for share in shares if names else ():
+                my_options[share.group]["param_names"] = [names[index] for index in share.indices]
             calls[owner] = (on_owner, self._locals[owner], LocalOptimizer.load_state, mine, my_options)
         ask_all("load_state_dict", calls)
         for number, group in enumerate(self.param_groups):
-            params = group["params"]
+            kept = {key: group[key] for key in ("params", "param_names") if key in group}
+            if "param_names" in saved_groups[number]:
+                kept["param_names"] = list(saved_groups[number]["param_names"])
             group.clear()
-            group.update(options_of(options[number]), params=params)
+            group.update(options_of(options[number]), **kept)
         self._told = [options_of(group) for group in self.param_groups]
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Called by torch.optim.Optimizer while this one is made; afterwards the owners are fixed."""
-        if hasattr(self, "_told"):
-            raise ValueError(
-                "a DistributedOptimizer takes all its parameter groups when it is made; "
-                "make a new one with the groups wanted, and load_state_dict into it"
-            )
-        self.param_groups.append(param_group)
+        """Optimize more parameters, with options of their own; their owners may be others than before.
+
+        All owners take their part, or none does: where one fails, what the others took is taken back.
+        """
+        if not hasattr(self, "_told"):  # torch.optim.Optimizer shows the groups, as it is made
+            self.param_groups.append(param_group)
+            return
+        number, first = len(self.param_groups), sum(len(group["params"]) for group in self.param_groups)
+        group = one_group(number, param_group)
+        check_names([*self.param_groups, group])
+        optimizer_class, args, kwargs = self._how
+        shares = split_by_owner([group], number, first)
+        calls: dict[str, tuple[Any, ...]] = {}
+        for owner, mine in shares.items():
+            if owner in self._locals:
+                calls[owner] = (on_owner, self._locals[owner], LocalOptimizer.add, *mine)
+            else:
+                calls[owner] = (create, optimizer_class, mine, True, args, kwargs)
+        try:
+            made = ask_all("adding a parameter group", calls)
+        except Exception:
+            known = {owner: self._locals[owner] for owner in shares if owner in self._locals}
+            with suppress(Exception):  # an owner that cannot take it back is gone, or says so at the next step
+                ask_all(
+                    "taking a parameter group back",
+                    {owner: (on_owner, local, LocalOptimizer.take_back, number) for owner, local in known.items()},
+                )
+            raise
+        for owner, options in made.items():
+            if owner not in self._locals:
+                self._locals[owner], _, options = options  # noqa: PLW2901 - a new one also says who it is
+            self._shares.setdefault(owner, []).extend(shares[owner])
+            group.update(options[number])
+        self.param_groups.append(group)
+        self._told.append(options_of(group))
 
     def _ask_owners(self, what: str, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
         return ask_all(what, {owner: (on_owner, local, method, *args) for owner, local in self._locals.items()})

@@ -28,7 +28,7 @@ class LocalOptimizer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        local_groups = [{"params": share.local_params(), **share.options} for share in shares]
+        local_groups = [share.local_group() for share in shares]
         # An optimizer that takes no groups is given what it takes: the bare list the trainer was given.
         self.optimizer = optimizer_class(local_groups if grouped else local_groups[0]["params"], *args, **kwargs)
         self.group_numbers = [share.group for share in shares]
@@ -44,6 +44,21 @@ class LocalOptimizer:
         """What the trainer shows as its own: the defaults and, for each group, its options."""
         options = [options_of(group) for group in self.optimizer.param_groups]
         return self.optimizer.defaults, dict(zip(self.group_numbers, options, strict=True))
+
+    def add(self, share: GroupShare) -> dict[int, Options]:
+        """Optimize the parameters of one more group as well. Returns the options of all groups."""
+        with claimed([self]):
+            self.optimizer.add_param_group(share.local_group())
+            self.group_numbers.append(share.group)
+            self.indices += share.indices
+            return self.description()[1]
+
+    def take_back(self, group: int) -> None:
+        """Undo the last `add` if it was of this group."""
+        with claimed([self]):
+            if self.group_numbers[-1] == group:
+                del self.group_numbers[-1]
+                del self.indices[-len(self.optimizer.param_groups.pop()["params"]) :]
 
     def accumulate(self, context_id: int) -> None:
         """Add the context's gradients to what the next step applies."""
@@ -100,7 +115,7 @@ class LocalOptimizer:
         with claimed([self, *self.params]):
             saved = self.optimizer.state_dict()
             groups = [
-                {**options[number], "params": group["params"]}
+                {**_names_in(group), **options[number], "params": group["params"]}
                 for number, group in zip(self.group_numbers, saved["param_groups"], strict=True)
             ]
             local_state = {local_numbers[index]: value for index, value in state.items()}
@@ -145,6 +160,10 @@ def create(
 def on_owner(local: Any, method: Callable[..., Any], *args: Any) -> Any:
     """Runs on the owner: `method` of the local optimizer that `local` refers to."""
     return method(local.local_value(), *args)
+
+
+def _names_in(group: Options) -> Options:
+    return {"param_names": group["param_names"]} if "param_names" in group else {}
 
 
 def _to_host(value: Any) -> Any:

@@ -23,17 +23,23 @@ class GroupShare:
     indices: tuple[int, ...]
     params: tuple[Any, ...]
     options: Options
+    names: tuple[str, ...] | None = None
 
     def local_params(self) -> list[torch.Tensor]:
         """The parameters themselves; only their owner can ask."""
         return [param.local_value() for param in self.params]
+
+    def local_group(self) -> dict[str, Any]:
+        """The parameters themselves, with names and options, as a group that torch.optim takes."""
+        params = self.local_params()
+        return {**self.options, "params": params if self.names is None else list(zip(self.names, params, strict=True))}
 
 
 def parameter_groups(params_rref: Iterable[Any]) -> tuple[list[dict[str, Any]], bool]:
     """`params_rref` as groups, each a dict with its `params` as a list of references; and whether it came in groups.
 
     Takes what torch.optim takes: references, or dicts of references with their own options. A tensor of this process
-    stands for a reference to itself.
+    stands for a reference to itself. Pairs of a name and a reference give the group its `param_names`.
     """
     if _is_one(params_rref):
         raise TypeError(
@@ -45,19 +51,38 @@ def parameter_groups(params_rref: Iterable[Any]) -> tuple[list[dict[str, Any]], 
         raise ValueError("optimizer got an empty parameter list: give it references to the parameters to train")
     grouped = isinstance(entries[0], Mapping)
     groups = entries if grouped else [{"params": entries}]
-    return [_one_group(number, group) for number, group in enumerate(groups)], grouped
+    checked = [one_group(number, group) for number, group in enumerate(groups)]
+    check_names(checked)
+    return checked, grouped
 
 
-def _one_group(number: int, group: Any) -> dict[str, Any]:
+def check_names(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Either all groups have names for their parameters, or none has."""
+    if len({"param_names" in group for group in groups}) > 1:
+        raise ValueError(
+            "all optimizer param groups should be with/without names; give pairs of name and reference everywhere, "
+            "or references only"
+        )
+
+
+def one_group(number: int, group: Any) -> dict[str, Any]:
+    """Parameter group `number` as a dict with its `params` as a list of references, and its `param_names` if it has."""
     if not isinstance(group, Mapping) or "params" not in group:
         raise TypeError(
             f"parameter group {number} is {type(group).__name__}, not a dict with 'params'; "
             "give either references only, or dicts only"
         )
     params = group["params"]
-    if _is_one(params):
-        params = [params]
-    return {**group, "params": [_reference(param) for param in params]}
+    params = [params] if _is_one(params) else list(params)
+    names = [param[0] for param in params if isinstance(param, tuple)]
+    if not names:
+        return {**group, "params": [_reference(param) for param in params]}
+    if len(names) < len(params):
+        raise ValueError(
+            "all optimizer params should be with/without names. Some param names are missing: parameter group "
+            f"{number} has {len(params)} parameters and {len(names)} names"
+        )
+    return {**group, "params": [_reference(param) for _, param in params], "param_names": names}
 
 
 def _reference(param: Any) -> Any:
@@ -76,12 +101,15 @@ def _is_one(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or hasattr(value, "owner_name")
 
 
-def split_by_owner(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[GroupShare]]:
-    """For each owner's name, its share of every group that has parameters there, in the order owners are met."""
+def split_by_owner(
+    groups: Sequence[Mapping[str, Any]], first_group: int = 0, first_index: int = 0
+) -> dict[str, list[GroupShare]]:
+    """For each owner's name, its share of every group that has parameters there, in the order owners are met.
+
+    Groups and parameters are numbered from those given: earlier ones were split before."""
     shares: dict[str, list[GroupShare]] = {}
-    first_index = 0
-    for number, group in enumerate(groups):
-        options = {key: value for key, value in group.items() if key != "params"}
+    for number, group in enumerate(groups, first_group):
+        names = group.get("param_names")
         by_owner: dict[str, list[int]] = {}
         for position, param in enumerate(group["params"]):
             by_owner.setdefault(param.owner_name(), []).append(position)
@@ -91,7 +119,8 @@ def split_by_owner(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[GroupS
                     group=number,
                     indices=tuple(first_index + position for position in positions),
                     params=tuple(group["params"][position] for position in positions),
-                    options=options,
+                    options={key: value for key, value in group.items() if key not in _NOT_OPTIONS},
+                    names=None if names is None else tuple(names[position] for position in positions),
                 )
             )
         first_index += len(group["params"])
@@ -103,7 +132,9 @@ def changed_options(groups: Sequence[Options], known: Sequence[Options]) -> dict
     changes = {}
     for number, (group, told) in enumerate(zip(groups, known, strict=True)):
         changed = {
-            key: value for key, value in group.items() if key != "params" and not _same(value, told.get(key, _UNTOLD))
+            key: value
+            for key, value in group.items()
+            if key not in _NOT_OPTIONS and not _same(value, told.get(key, _UNTOLD))
         }
         if changed:
             changes[number] = changed
@@ -115,11 +146,12 @@ def options_of(group: Options) -> Options:
     return {
         key: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
-        if key != "params"
+        if key not in _NOT_OPTIONS
     }
 
 
 _UNTOLD = object()
+_NOT_OPTIONS = ("params", "param_names")  # which parameters a group has: each owner has its own part of those
 
 
 def _same(ours: Any, theirs: Any) -> bool:
