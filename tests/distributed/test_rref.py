@@ -282,6 +282,65 @@ def test_a_reference_in_a_reply_that_came_too_late_is_let_go(clean: Cluster) -> 
     rpc.rpc_sync("worker1", open_gate, ("late",))
 
 
+class NotHere:
+    """Can be sent, but not be put together again where it arrives."""
+
+    def __init__(self, inside: Any = None) -> None:
+        self.inside = inside
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise LookupError("no room for this one")
+
+
+def hold_and_not_here() -> Any:
+    return rpc.RRef(1), NotHere(rpc.RRef(2)), {"more": [rpc.RRef(3)]}
+
+
+def remote_to_here(*call: Any) -> Any:
+    return rpc.remote(*call).to_here()
+
+
+@pytest.mark.parametrize("make", [rpc.rpc_sync, remote_to_here])
+def test_references_in_a_message_that_cannot_be_unpacked_are_let_go(clean: Cluster, make: Any) -> None:
+    mine, theirs, inside = rpc.RRef(1), rpc.remote("worker1", add, (1, 1)), rpc.remote("worker2", add, (1, 1))
+    for rref in (mine, theirs):
+        for args in ((rref, NotHere(inside)), (NotHere(inside), rref), ({"a": rref}, [NotHere()], {rref, inside})):
+            with pytest.raises(SerializationError, match="no room for this one"):
+                make("worker2", same, args)
+    # The fixture sees that nothing is left.
+
+
+def test_references_in_a_reply_that_cannot_be_unpacked_are_let_go(clean: Cluster) -> None:
+    with pytest.raises(SerializationError, match="no room for this one"):
+        rpc.rpc_sync("worker1", hold_and_not_here)
+
+
+def test_references_for_a_function_that_is_not_there_are_let_go(clean: Cluster) -> None:
+    mine, theirs = rpc.RRef(1), rpc.remote("worker1", add, (1, 1))
+    rpc.rpc_sync("worker2", hide, ("hidden",))
+    try:
+        for rref in (mine, theirs):
+            with pytest.raises(SerializationError, match="hidden"):
+                rpc.rpc_sync("worker2", hidden, (rref, torch.ones(3)))
+    finally:
+        rpc.rpc_sync("worker2", show, ("hidden",))
+
+
+def hidden(*args: Any) -> None:
+    """Is taken away from a worker."""
+
+
+def hide(name: str) -> None:
+    _hidden[name] = globals().pop(name)
+
+
+def show(name: str) -> None:
+    globals()[name] = _hidden.pop(name)
+
+
+_hidden: dict[str, Any] = {}
+
+
 def gated_hold(name: str) -> "rpc.RRef[int]":
     gated(name, None)
     return rpc.RRef(3)

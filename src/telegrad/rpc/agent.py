@@ -23,7 +23,7 @@ from telegrad.rpc.health import REDIAL_SECONDS, Health
 from telegrad.rpc.keeper import Keeper
 from telegrad.rpc.link import Link
 from telegrad.rpc.options import RpcBackendOptions
-from telegrad.rpc.packing import take_back, unpack_from
+from telegrad.rpc.packing import discard, take_back, unpack_from
 from telegrad.rpc.pending import FOREVER, Slot
 from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
 from telegrad.rpc.rendezvous import MeetingPlace
@@ -89,6 +89,7 @@ class Agent:
         self.health = Health(self)
         self.call_hooks: list[CallHook] = []
         self.on_late_reply: list[Callable[[Frame, WorkerId], None]] = []
+        self.on_discard: list[Callable[[Any, list[torch.Tensor]], None]] = []  # a payload that cannot be unpacked
         self.on_death: list[Callable[[Member], None]] = []
         self.extensions: dict[type[Any], Any] = {}  # what layers above keep for this agent
         self.before_shutdown: list[Callable[[], None]] = []
@@ -331,7 +332,11 @@ class Agent:
         slot.frame = None  # the memory of its tensors belongs to them alone
         tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
         if on_reply is not None:
-            _, tensors = on_reply(frame.message, tensors)
+            try:
+                _, tensors = on_reply(frame.message, tensors)
+            except BaseException:
+                discard(self, member, frame.payload, tensors)
+                raise
         return unpack_from(self, member, frame.payload, tensors) if len(frame.payload) else None
 
     def late_reply(self, frame: Frame, member: Member) -> None:
@@ -373,7 +378,14 @@ class Agent:
         # The frame must not keep their memory: it belongs to the tensors alone.
         frame.buffers = []
         frame.data = None
-        return tensors if request.on_tensors is None else request.on_tensors(tensors)
+        if request.on_tensors is None:
+            return tensors
+        try:
+            noted: list[torch.Tensor] = request.on_tensors(tensors)
+            return noted
+        except BaseException:
+            discard(self, request.caller, frame.payload, tensors)
+            raise
 
     def reply(self, request: Request, message: AnyMessage, packed: Packed = _NOTHING, *, lazy: bool = False) -> None:
         """Answer a request; lazily if nobody waits for the answer."""

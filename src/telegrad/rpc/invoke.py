@@ -18,10 +18,11 @@ import torch
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.link import Link
-from telegrad.rpc.packing import pack_for, unpack_from
+from telegrad.rpc.packing import discard, pack_for, unpack_from
 from telegrad.rpc.session import Definition, Request, Session
 from telegrad.wire.codec import Packed, pack, unpack
 from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
+from telegrad.wire.tensors import rebuild
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
 
@@ -132,15 +133,19 @@ def run_call(
     """
     if failed is None:
         failed = functools.partial(agent.fail, request)
+    frame = request.frame
+    try:
+        func: Any = resolve(request.session, call.function) if call.function else None
+    except BaseException:
+        discard(agent, request.caller, frame.payload, rebuild(frame.tensors, frame.buffers) if frame.tensors else [])
+        raise
+    tensors = agent.received(request)
     if call.function:
-        func = resolve(request.session, call.function)
-        tensors = agent.received(request)
-        args, kwargs = unpack_from(agent, request.caller, request.frame.payload, tensors)
+        args, kwargs = unpack_from(agent, request.caller, frame.payload, tensors)
     else:
-        tensors = agent.received(request)
-        func, args, kwargs = unpack_from(agent, request.caller, request.frame.payload, tensors)
+        func, args, kwargs = unpack_from(agent, request.caller, frame.payload, tensors)
     # Nothing but the function itself may hold its arguments, so that their memory goes back as soon as it lets go.
-    request.frame.payload = b""
+    frame.payload = b""
     del tensors
     if request.scope is None:
         result = func(*args, **kwargs)

@@ -4,6 +4,7 @@ References (a layer above) are counted when they are sent, so the code that pick
 code that rebuilds one where it came from. Both are noted here for the time of one message.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
     from telegrad.rpc.workers import Member
 
+log = logging.getLogger("telegrad.rpc")
+
 
 class Crossing:
     """One message being packed or unpacked: between which workers, and what layers above noted about it."""
@@ -25,7 +28,7 @@ class Crossing:
     def __init__(self, agent: "Agent", peer: "Member") -> None:
         self.agent = agent
         self.peer = peer
-        self.notes: dict[Any, Any] = {}
+        self.notes: dict[Any, Any] = {}  # by what was counted: what it became
         self.undo: list[Callable[[], None]] = []  # what to do if the message is never sent
 
 
@@ -66,8 +69,30 @@ def take_back(packed: Packed) -> None:
 
 def unpack_from(agent: "Agent", peer: "Member", payload: Any, tensors: list[torch.Tensor]) -> Any:
     """Unpack a value that came from `peer`."""
-    before, local.crossing = local.crossing, Crossing(agent, peer)
+    crossing = Crossing(agent, peer)
+    before, local.crossing = local.crossing, crossing
     try:
         return unpack(payload, tensors)
+    except BaseException:
+        _discard(crossing, payload, tensors)
+        raise
     finally:
         local.crossing = before
+
+
+def discard(agent: "Agent", peer: "Member", payload: Any, tensors: list[torch.Tensor]) -> None:
+    """A value that came from `peer` will not be unpacked: what was counted in it is given back."""
+    crossing = Crossing(agent, peer)
+    before, local.crossing = local.crossing, crossing
+    try:
+        _discard(crossing, payload, tensors)
+    finally:
+        local.crossing = before
+
+
+def _discard(crossing: Crossing, payload: Any, tensors: list[torch.Tensor]) -> None:
+    for give_back in crossing.agent.on_discard:
+        try:
+            give_back(payload, tensors)
+        except Exception:
+            log.exception("giving back what came from %s and cannot be used failed", crossing.peer.name)

@@ -14,7 +14,7 @@ from telegrad.rref.closing import debug_info, install_hooks
 from telegrad.rref.reference import RRef, remote
 from telegrad.rref.references import References, references_of
 from telegrad.rref.serving import register
-from telegrad.rref.travel import reduce_reference, settle_late_reply
+from telegrad.rref.travel import let_go_unread, reduce_reference, settle_late_reply
 from telegrad.wire.codec import register_reducer
 
 __all__ = ["RRef", "References", "debug_info", "install", "references_of", "remote"]
@@ -30,3 +30,4 @@ def install(agent: Agent) -> None:
     install_hooks(references)
     agent.on_death.append(references.worker_lost)
     agent.on_late_reply.append(partial(settle_late_reply, references))
+    agent.on_discard.append(let_go_unread)

@@ -1,21 +1,26 @@
 """A reference on its way: leaves as three ids, arrives as a handle of its own.
 
 Every crossing makes a new fork, counted here before the message is sent and taken back if it never is. A reference that
-occurs several times in one message makes one.
+occurs several times in one message makes one. A message that cannot be put together again, or is no longer wanted, is
+read for its references alone, which are let go: otherwise their owners would keep the values for them.
 """
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from telegrad.errors import RRefError, SerializationError
+from torch import Tensor
+
+from telegrad.errors import RRefError, SerializationError, WorkerDied
 from telegrad.ids import ForkId, RRefId
-from telegrad.rpc.packing import Crossing, local, unpack_from
+from telegrad.rpc.packing import Crossing, discard, local
 from telegrad.rref.handles import Handle, OwnerHandle, UserHandle
 from telegrad.rref.loan import receiver
 from telegrad.rref.outcome import Outcome
 from telegrad.rref.peers import PeerId, peer_of, show_id
 from telegrad.rref.reference import RRef
 from telegrad.rref.references import References
+from telegrad.wire.codec import unpack
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.tensors import rebuild
 
@@ -61,6 +66,8 @@ def _fork(handle: Handle, crossing: Crossing) -> ForkId:
 def arrive(rref_id: RRefId, fork_id: ForkId, owner: PeerId) -> RRef[Any]:
     """What a reference is rebuilt by while a message is unpacked."""
     references = receiver()
+    if local.crossing is not None:
+        local.crossing.notes[fork_id] = "arrived"
     if owner == references.me:
         actions = references.decide(references.owned.receive, rref_id, fork_id)
         counted = fork_id not in references.lost
@@ -84,13 +91,41 @@ def _lost(references: References, rref_id: RRefId, fork_id: ForkId) -> Outcome:
     return outcome
 
 
+class _Idle(type):
+    def __setitem__(cls, key: object, value: object) -> None: ...
+
+
+class _Anything(metaclass=_Idle):
+    """Stands for all classes and functions, and all they would make, in a message that is read for its references."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
+        return cls
+
+    @classmethod
+    def _ignore(cls, *args: object) -> None: ...
+
+    __setstate__ = append = extend = add = update = _ignore
+
+
+def _arrive_and_go(rref_id: RRefId, fork_id: ForkId, owner: PeerId) -> None:
+    if local.crossing is not None and fork_id not in local.crossing.notes:
+        with suppress(WorkerDied):  # an owner that is gone keeps nothing
+            arrive(rref_id, fork_id, owner)
+
+
+def let_go_unread(payload: Any, tensors: list[Tensor]) -> None:
+    """A message cannot be unpacked, or was in part: receive the references in it that have not arrived, and let go."""
+    if __name__.encode() in bytes(payload):
+        unpack(payload, tensors, find_class=_only_references)
+
+
+def _only_references(module: str, name: str) -> Any:
+    return _arrive_and_go if (module, name) == (__name__, arrive.__name__) else _Anything
+
+
 def settle_late_reply(references: References, frame: Frame, sender: int) -> None:
     """A reply came that nobody waits for. References in it were counted for this worker: receive them and let go."""
     agent, member = references.agent, references.agent.directory.by_id(sender)
-    if frame.kind != Kind.REPLY or member is None or __name__.encode() not in bytes(frame.payload):
-        return
-
-    def receive_and_let_go() -> None:
-        unpack_from(agent, member, frame.payload, rebuild(frame.tensors, frame.buffers) if frame.tensors else [])
-
-    agent.crew.submit(receive_and_let_go)
+    if frame.kind == Kind.REPLY and member is not None and len(frame.payload):
+        tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
+        agent.crew.submit(partial(discard, agent, member, frame.payload, tensors))
