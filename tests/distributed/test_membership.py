@@ -9,15 +9,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import FileStore
 
 from telegrad import rpc
 from telegrad.errors import (
     AlreadyInitialized,
+    AuthenticationError,
     InvalidName,
     NotInitialized,
     RendezvousError,
@@ -29,7 +32,7 @@ from telegrad.ids import Incarnation, generation_of
 from telegrad.rpc import hosting
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.rendezvous import MeetingPlace
-from tests.cluster import cluster, end, join, process
+from tests.cluster import WAYS, cluster, end, join, process
 
 # --- what runs on the workers ---
 
@@ -77,6 +80,28 @@ def leave() -> None:
     _told.set()
 
 
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Variables for this process and those it starts `in_this_environment`, and for no others."""
+    forkserver.ensure_running()  # with the variables as they are: it hands them down to the workers of all tests
+    return monkeypatch
+
+
+def in_this_environment(target: Any, *args: Any) -> Any:
+    """A process with the variables that this one has by now."""
+    return process(_in_environment, {name: os.environ.get(name) for name in _VARIABLES}, target, *args)
+
+
+def _in_environment(variables: dict[str, str | None], target: Any, *args: Any) -> None:
+    for name, value in variables.items():
+        if value is not None:
+            os.environ[name] = value
+    target(*args)
+
+
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TELEGRAD_SECRET")
+
+
 @contextmanager
 def processes() -> Iterator[list[Any]]:
     """Processes that a test starts; ended with it."""
@@ -105,16 +130,40 @@ def meeting(tmp_path: Path) -> str:
     return f"file://{tmp_path}/meeting"
 
 
+@pytest.fixture(params=["file", "tcp", "env"])
+def anywhere(request: pytest.FixtureRequest, meeting: str, environment: pytest.MonkeyPatch) -> str:
+    """A meeting place of each kind."""
+    port = free_port()
+    if request.param == "env":
+        environment.setenv("MASTER_ADDR", "127.0.0.1")
+        environment.setenv("MASTER_PORT", str(port))
+    return {"file": meeting, "tcp": f"tcp://127.0.0.1:{port}", "env": "env://"}[request.param]
+
+
 # --- beginning ---
 
 
+def call_everyone(names: list[str], value: float) -> list[float]:
+    """A small and a large tensor to each worker and back, all at once."""
+    futures = [
+        rpc.rpc_async(name, torch.add, (torch.full((count,), value), rank))
+        for rank, name in enumerate(names)
+        for count in (3, 30_000)
+    ]
+    return [float(x.mean()) for x in torch.futures.wait_all(futures)]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 4, 16])
-def test_jobs_of_all_sizes(size: int) -> None:
-    with cluster(size) as job:
+def test_jobs_of_all_sizes(size: int, way: str) -> None:
+    with cluster(size, **WAYS[way]) as job:
         assert [rpc.rpc_sync(name, who) for name in job.names] == job.names
         around = rpc.rpc_sync(1, rpc.rpc_sync, (size - 1, rpc.rpc_sync, (0, who)))
         assert around == "worker0"
+        everywhere = [rpc.rpc_async(name, call_everyone, (job.names, float(i))) for i, name in enumerate(job.names)]
+        for i, result in enumerate(torch.futures.wait_all(everywhere)):
+            assert result == [float(i + rank) for rank in range(size) for _ in range(2)]
 
 
 def test_nothing_works_before_the_beginning() -> None:
@@ -205,23 +254,12 @@ def test_a_second_beginning(meeting: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["file", "tcp", "env"])
-def test_again_and_again(meeting: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    if way == "env":
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
-    place = {"file": meeting, "tcp": f"tcp://127.0.0.1:{port}", "env": "env://"}[way]
+def test_again_and_again(anywhere: str) -> None:
     with processes() as started:
-        started.append(process(_with_environment, dict(os.environ), "worker1", 1, 2, place, {}, 5))
-        join_and_shut_down("worker0", 0, 2, place, {}, 5)
+        started.append(in_this_environment(join_and_shut_down, "worker1", 1, 2, anywhere, {}, 5))
+        join_and_shut_down("worker0", 0, 2, anywhere, {}, 5)
         started[0].join(20)
         assert started[0].exitcode == 0
-
-
-def _with_environment(environment: dict[str, str], *args: Any) -> None:
-    os.environ.update(environment)
-    join_and_shut_down(*args)
 
 
 def test_rank_and_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +279,55 @@ def test_thirty_lives(meeting: str) -> None:
         rpc.shutdown(graceful=i % 2 == 0)
     wait_until(lambda: threading.active_count() <= before)
     assert len(os.listdir("/proc/self/fd")) <= open_files + 3
+
+
+# --- secrets ---
+
+
+def call_and_report(name: str, rank: int, size: int, meeting: str, to: str, report: str) -> None:
+    """A worker that calls another, and leaves word of what came of it."""
+    join(name, rank, size, meeting, {})
+    try:
+        said = f"answered {rpc.rpc_sync(to, who)}"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    beside = Path(report + "-")
+    beside.write_text(said)
+    beside.rename(report)
+    threading.Event().wait(60)
+
+
+@pytest.mark.parametrize("given", ["another", None], ids=["wrong", "missing"])
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_a_worker_without_the_secret(
+    meeting: str,
+    tmp_path: Path,
+    way: str,
+    given: str | None,
+    environment: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It can come to the meeting place, but nobody talks to it, and those who have the secret notice nothing else."""
+    report = tmp_path / "report"
+    with processes() as started:
+        if given is not None:
+            environment.setenv("TELEGRAD_SECRET", given)
+        started.append(in_this_environment(call_and_report, "stranger", 2, 3, meeting, "me", str(report)))
+        environment.setenv("TELEGRAD_SECRET", "told to all")
+        started.append(in_this_environment(serve_forever, "friend", 1, 3, meeting))
+        with caplog.at_level("WARNING", "telegrad"):
+            join("me", 0, 3, meeting, {"transports": (way,)})
+            try:
+                wait_until(report.exists, 20)
+                assert "AuthenticationError" in report.read_text()
+                assert "'me'" in report.read_text()
+                wait_until(lambda: "refused a connection" in caplog.text)  # a dialler that cannot trust us hangs up
+                with pytest.raises(AuthenticationError, match=r"'stranger'.*secret"):
+                    rpc.rpc_sync("stranger", who)
+                assert rpc.rpc_sync("friend", who) == "friend"
+                assert rpc.rpc_sync("friend", rpc.rpc_sync, ("me", who)) == "me"
+            finally:
+                rpc.shutdown(graceful=False)
 
 
 # --- open membership ---
@@ -280,30 +367,9 @@ def test_workers_come_and_go(meeting: str, way: str) -> None:
             assert each.exitcode == 0
 
 
-@pytest.fixture(params=["file", "tcp", "env"])
-def anywhere(request: pytest.FixtureRequest, meeting: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A meeting place of each kind."""
-    port = free_port()
-    if request.param == "env":
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
-    return {"file": meeting, "tcp": f"tcp://127.0.0.1:{port}", "env": "env://"}[request.param]
-
-
-def in_this_environment(target: Any, *args: Any) -> Any:
-    """A process with the variables that this one has by now."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "TELEGRAD_SECRET")
-    return process(_in_environment, {n: os.environ[n] for n in names if n in os.environ}, target, *args)
-
-
-def _in_environment(variables: dict[str, str], target: Any, *args: Any) -> None:
-    os.environ.update(variables)
-    target(*args)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["leaves", "is killed"])
-def test_the_first_one_goes(anywhere: str, how: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_one_goes(anywhere: str, how: str) -> None:
     """It may have opened the meeting place. Newcomers find the others all the same, and so does the first one."""
     with processes() as started:
         first = in_this_environment(serve_until_told, "first", -1, None, anywhere)
@@ -333,11 +399,10 @@ def test_the_first_one_goes(anywhere: str, how: str, capfd: pytest.CaptureFixtur
         for each in started[1:]:
             each.join(10)
             assert each.exitcode == 0
-    assert "c10d" not in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_first_rank_is_killed_and_started_again(anywhere: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_rank_is_killed_and_started_again(anywhere: str) -> None:
     """Nobody else has to be."""
     with processes() as started:
         started.append(in_this_environment(serve_forever, "worker0", 0, 3, anywhere))
@@ -357,7 +422,6 @@ def test_the_first_rank_is_killed_and_started_again(anywhere: str, capfd: pytest
                     assert rpc.rpc_sync("worker0", rpc.rpc_sync, (other, who)) == other
         finally:
             rpc.shutdown(graceful=False)
-    assert "c10d" not in capfd.readouterr().err
 
 
 def serve_away_from_the_place(name: str, rank: int, size: int, meeting: str) -> None:
@@ -371,9 +435,7 @@ def incarnation() -> int:
 
 
 @pytest.mark.slow
-def test_the_first_rank_opens_the_place_again_itself(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_rank_opens_the_place_again_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it is alone on its machine: it finds no store and nobody, and is found by the others."""
     place = f"tcp://127.0.0.1:{free_port()}"
     monkeypatch.setattr(hosting, "is_here", lambda _: False)
@@ -396,7 +458,6 @@ def test_the_first_rank_opens_the_place_again_itself(
             assert generations == sorted(set(generations))  # its ids are not those of one before it
         finally:
             rpc.shutdown(graceful=False)
-    assert "c10d" not in capfd.readouterr().err
 
 
 def _listens(place: str) -> bool:

@@ -39,6 +39,13 @@ def both_resident() -> int:
     return resident() + rpc.rpc_sync("worker1", resident)
 
 
+def growth(since: int) -> int:
+    """Bytes that both workers together occupy more than before; with `pytest -s` shown as well."""
+    now = both_resident()
+    print(f"\nresident on both workers: {since / MB:.1f} MB before, {now / MB:.1f} MB after")
+    return now - since
+
+
 def replies_kept() -> int:
     """Replies that this worker still remembers."""
     return sum(len(session._replies) for session in require_agent().sessions())
@@ -58,7 +65,7 @@ def test_small_calls(job: Cluster, long_profile: bool) -> None:
     calls(1000)
     before, files = both_resident(), open_files()
     calls(100_000 if long_profile else 2000)
-    assert both_resident() - before < 8 * MB
+    assert growth(before) < 8 * MB
     assert open_files() == files
     assert rpc.rpc_sync("worker1", replies_kept) < 5
 
@@ -75,7 +82,7 @@ def test_calls_of_16_mb(job: Cluster, long_profile: bool) -> None:
     calls(5)
     before, files = both_resident(), open_files()
     calls(2000 if long_profile else 30)
-    assert both_resident() - before < 48 * MB
+    assert growth(before) < 48 * MB
     assert open_files() <= files + 4
 
 
@@ -88,7 +95,7 @@ def test_calls_of_changing_sizes(job: Cluster, long_profile: bool) -> None:
     calls(40)
     before = both_resident()
     calls(5000 if long_profile else 100)
-    assert both_resident() - before < 64 * MB
+    assert growth(before) < 64 * MB
 
 
 @pytest.mark.slow
@@ -103,7 +110,7 @@ def test_failures(job: Cluster, long_profile: bool) -> None:
     calls(10)
     before = both_resident()
     calls(1000 if long_profile else 50)
-    assert both_resident() - before < 32 * MB
+    assert growth(before) < 32 * MB
 
 
 def test_large_replies_are_forgotten_once_they_arrived(job: Cluster) -> None:

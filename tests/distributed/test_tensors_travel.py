@@ -105,6 +105,22 @@ def test_sparse_quantized_and_meta(job: Cluster) -> None:
     assert (meta.device.type, meta.shape) == ("meta", (10**12,))
 
 
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5), (60, 500)])
+def test_quantized_per_channel(job: Cluster, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for axis in range(len(shape)):
+        scales = torch.rand(shape[axis], dtype=torch.float64) / 50 + 0.01
+        zero_points = torch.arange(shape[axis]) % 7
+        sent = torch.quantize_per_channel(torch.randn(shape), scales, zero_points, axis, dtype)
+        came = rpc.rpc_sync("worker1", echo, (sent,))
+        assert came.dtype == dtype and came.qscheme() == sent.qscheme()
+        assert came.q_per_channel_axis() == axis
+        assert torch.equal(came.q_per_channel_scales(), scales)
+        assert torch.equal(came.q_per_channel_zero_points(), zero_points)
+        assert torch.equal(came.int_repr(), sent.int_repr())
+        assert torch.equal(came.dequantize(), sent.dequantize())
+
+
 def test_views_share_storage_again(job: Cluster) -> None:
     base = torch.arange(100_000.0)
     a, b = rpc.rpc_sync("worker1", echo, ((base, base[10:20]),))

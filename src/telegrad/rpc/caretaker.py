@@ -27,6 +27,8 @@ log = logging.getLogger("telegrad.rpc")
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 0.25
 _TRY_SECONDS = 5.0
+# For a listener that still stands: it may be that of a process which is just being ended, one descriptor after another.
+_DOUBT_SECONDS = 0.1
 
 
 class Caretaker:
@@ -100,8 +102,8 @@ class Caretaker:
             return
         try:
             with blocking():
-                store = hosting.attempt(where, opens=hosting.is_here(where[0]), seconds=_TRY_SECONDS)
-                self._place.move(store)
+                opens = not hosting.endures(where, _DOUBT_SECONDS) and hosting.is_here(where[0])
+                self._place.move(hosting.attempt(where, opens=opens, seconds=_TRY_SECONDS))
                 self._say_again()
         except RendezvousError as error:  # another job has begun there
             log.error("worker %r cannot be found by newcomers any more: %s", self._agent.info.name, error)

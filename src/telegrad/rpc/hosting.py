@@ -100,6 +100,19 @@ def watch(place: Place, seconds: float = _CONNECT_SECONDS) -> socket.socket:
     return socket.create_connection(place, seconds)
 
 
+def endures(place: Place, seconds: float) -> bool:
+    """Whether somebody listens at `place`, and still does a moment later."""
+    try:
+        with watch(place) as sock:
+            sock.settimeout(seconds)
+            sock.recv(1)
+    except TimeoutError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def is_here(host: str) -> bool:
     """Whether `host` is an address of this machine: only then does a store opened here stand where others look."""
     try:

@@ -10,6 +10,7 @@ import msgspec
 
 from telegrad.errors import RendezvousError, TelegradError
 from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation, generation_of
+from telegrad.rpc import hosting
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.barriers import register_handlers
 from telegrad.rpc.caretaker import Caretaker
@@ -25,7 +26,7 @@ log = logging.getLogger("telegrad.rpc")
 _LOOPBACK = "127.0.0.1"
 _SECRET_BYTES = 32
 # For workers whose meeting place has just ended: they come to the new one, and say which ids are taken.
-_GRACE_SECONDS = 0.3
+_GRACE_SECONDS = 0.5
 
 # The layers above, each with an `install(agent)` that puts its handlers and hooks on an agent. By name: this layer
 # imports none of them.
@@ -42,18 +43,25 @@ class _Outdated(RendezvousError):
 
 def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any) -> Agent:
     """Start an agent as the worker `name` and make it the current one; it meets the others in `store`."""
-    if store is None:
-        store = open_store(options.init_method, rank, world_size, options.rendezvous_timeout)
-    try:
-        place = MeetingPlace(store, "static" if world_size else "open")
-        del store  # the place has it, and may let it go
-        if world_size is None and place.where is not None and place.is_first:
-            time.sleep(_GRACE_SECONDS)
-        return _start_until_counted(place, name, rank, world_size, options)
-    except TelegradError:
-        raise
-    except RuntimeError as error:
-        raise RendezvousError(f"the meeting place {options.init_method!r} failed: {error}") from error
+    deadline = time.monotonic() + options.rendezvous_timeout
+    given = store is not None
+    while True:
+        if store is None:
+            left = max(0.0, deadline - time.monotonic())
+            store = open_store(options.init_method, rank, world_size, left)
+        try:
+            place = MeetingPlace(store, "static" if world_size else "open")
+            if world_size is None and place.where is not None and place.is_first:
+                time.sleep(_GRACE_SECONDS)
+            store = None  # the place has it, and may let it go
+            return _start_until_counted(place, name, rank, world_size, options)
+        except TelegradError:
+            raise
+        except RuntimeError as error:  # torch's own: the store has ended
+            if given or hosting.place_in(options.init_method) is None or time.monotonic() >= deadline:
+                raise RendezvousError(f"the meeting place {options.init_method!r} failed: {error}") from error
+            log.info("the meeting place %r closed as worker %r came; it comes again", options.init_method, name)
+            store = None
 
 
 def _start_until_counted(
@@ -137,15 +145,24 @@ def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | N
 
     agent.take_news = take  # a call that is served meanwhile may look for its own callee, and read the news first
     try:
-        place.publish(member)  # before looking for clashes, so that both sides of one see it
+        _publish(place, member)  # before looking for clashes, so that both sides of one see it
         place.news(take)
         present()
         if world_size is not None:
             wait_for_ranks(place, take, present, world_size, agent.options.rendezvous_timeout)
-            if place.is_outdated(member.worker_id, member.incarnation):
+            if place.is_first and place.is_outdated(member.worker_id, member.incarnation):
                 raise _Outdated(f"worker {member.name!r} is not the first with its id")
     finally:
         agent.take_news = agent.learn
+
+
+def _publish(place: MeetingPlace, member: Member) -> None:
+    try:
+        place.publish(member)
+    except RuntimeError as error:
+        if place.where is None:
+            raise
+        log.debug("the meeting place has just closed: its caretakers say who is here when it is open again: %s", error)
 
 
 def _check_clash(agent: Agent, members: list[Member], mine: Member, world_size: int | None) -> None:
