@@ -369,9 +369,10 @@ def _import_by_name(module: str, name: str) -> Any:
             f"{name!r} was sent by name (the RPC pickler does not serialize the code of what both sides can import), "
             f"but module {module!r} of the receiving worker has no such attribute; "
             + (
-                "its program differs from the sender's: define it in a module that both import"
+                "define it in a module that both import; or, where both run one script, before init_rpc: a worker can "
+                "be called as soon as it has joined"
                 if module == "__main__"
-                else "see that both workers have the same version of it"
+                else "see that both workers have the same version of it, and that importing the module defines it"
             )
         ) from error
     return found
