@@ -125,10 +125,14 @@ def test_gradients_must_fit() -> None:
     part = Part()
     pass_ = part.enter()
     pass_.begin()
+    check = part.service.check
     with pytest.raises(AutogradError, match="never sent"):
-        pass_.hear(LATER, gradient())
+        check(part.context, LATER, PEER, gradient())
+    with pytest.raises(AutogradError, match="went to worker '1'"):
+        check(part.context, SENT, ROOT, gradient())
     with pytest.raises(GradientMismatch):
-        pass_.hear(SENT, [torch.ones(3)])
+        check(part.context, SENT, PEER, [torch.ones(3)])
+    check(part.context, SENT, PEER, gradient())
     pass_.hear(SENT, gradient())
     assert part.ended == [pass_]
 

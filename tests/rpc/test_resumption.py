@@ -176,7 +176,7 @@ class World:
             found["redial"] = self.redial
         for wire in self.wires:
             if wire.to_callee:
-                found[f"take {wire.number}"] = lambda wire=wire: self.session._take(_frame(wire.to_callee.popleft()))
+                found[f"take {wire.number}"] = lambda wire=wire: self.take(wire)
             if wire.to_caller and free and self.link._connection is wire.caller:
                 found[f"read {wire.number}"] = lambda wire=wire: self.read(wire)
             if not wire.is_cut and self.left["cut"]:
@@ -209,6 +209,11 @@ class World:
     def redial(self) -> None:
         self.lost.popleft()
         self.link.resume(FOREVER)
+
+    def take(self, wire: Wire) -> None:
+        """As `Session._serve` does with one frame."""
+        self.session._take(_frame(wire.to_callee.popleft()))
+        self.session._serve_unhurried()
 
     def read(self, wire: Wire) -> None:
         """As `Link._receive` does with one frame."""

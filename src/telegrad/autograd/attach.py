@@ -8,6 +8,8 @@ A call outside any context passes untouched. One inside is always wrapped, even 
 function may use parameters, or call on to others, and both must happen in the caller's context.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -30,15 +32,15 @@ from telegrad.wire.messages import (
 )
 from telegrad.wire.specs import Flag
 
-_CALLS = (PythonCall, PythonRemoteCall, RRefFetch)
+_CALLS = {PythonCall, PythonRemoteCall, RRefFetch}
 
 
 def install(agent: Agent) -> None:
     """Put the autograd layer on an agent."""
     registry = Registry(agent)
     agent.extensions[Registry] = registry
-    agent.call_hooks.append(lambda to, message, tensors: record_call(registry, to, message, tensors))
-    agent.handlers[RpcWithAutograd] = lambda request: serve_recorded(agent, request)
+    agent.call_hooks.append(partial(record_call, registry))
+    agent.handlers[RpcWithAutograd] = partial(serve_recorded, agent)
     agent.on_late_reply.append(lambda frame, sender: note_orphan(registry, frame, sender))
     agent.on_close.append(registry.end_all)
 
@@ -53,12 +55,14 @@ def record_call(
         return None
     if not torch.is_grad_enabled():
         return message, _WithoutGrad()
-    if not isinstance(message, _CALLS):
+    if type(message) not in _CALLS:
         return None
     context.check_usable()
     context.participants.add(to)  # before the Send: a pass that counts that one must know whom to ask
     metadata = _record_send(registry, context, to, tensors)
-    return RpcWithAutograd(metadata, message), _Recorded(context, to, metadata.message_id)
+    return RpcWithAutograd(metadata, message), _Recorded(  # type: ignore[arg-type] # it is in _CALLS
+        context, to, metadata.message_id
+    )
 
 
 def _check_strict(registry: Registry, to: WorkerId, tensors: list[Tensor]) -> None:

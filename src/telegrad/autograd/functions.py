@@ -81,8 +81,17 @@ def _edge_of(tensor: Tensor) -> GradientEdge:
     if tensor.layout is not torch.strided:  # torch asks a view of the tensor, and there is none of a sparse one
         with torch.enable_grad():
             owner: Any = tensor.clone().grad_fn
-        node, output_nr = owner.next_functions[0]
-        return GradientEdge(node, output_nr, ownership_token=owner)
+        behind, output_nr = owner.next_functions[0]
+        return GradientEdge(behind, output_nr, ownership_token=owner)
+    # The two common cases, as `get_gradient_edge` has them, without its switching of modes.
+    node: Any = tensor.grad_fn
+    if node is None and torch.is_grad_enabled():
+        view: Any = tensor.view_as(tensor).grad_fn
+        leaf = view.next_functions[0][0]
+        if leaf is not None:
+            return GradientEdge(leaf, 0)
+    elif node is not None and not isinstance(node, torch._C._FunctionBase):
+        return GradientEdge(node, tensor.output_nr)
     try:
         return get_gradient_edge(tensor)
     except AssertionError:
@@ -161,10 +170,10 @@ def attach_recv(
     metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
     outlet = _Outlet(message_id, peer)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        attached = _RecvFunction.apply(_anchor, outlet, tensors)
+        attached = _apply_recv(_anchor, outlet, tensors)
     else:
         with torch.inference_mode(False), torch.enable_grad():
-            attached = _RecvFunction.apply(_anchor, outlet, tensors)
+            attached = _apply_recv(_anchor, outlet, tensors)
     return attached, RecvNode(outlet, attached[0].grad_fn, metas)
 
 
@@ -193,6 +202,8 @@ RECV_NAME = "torch::distributed::autograd::RecvRpc"
 _RecvFunction: Any = type(
     RECV_NAME, (torch.autograd.Function,), {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
 )
+# Past the Python of `Function.apply`, which looks for functorch's wrappers: what comes from another worker has none.
+_apply_recv = super(torch.autograd.Function, _RecvFunction).apply
 
 # The engine runs only nodes on the way to a leaf, so each Recv leads to this one. No gradient ever reaches it. One
 # serves all, for asking the engine for one edge costs less than asking for many; the edge keeps its node alive.

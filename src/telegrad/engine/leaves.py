@@ -9,7 +9,7 @@ in other threads: `claimed` gives the things it names to one thread at a time.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,61 +22,80 @@ from telegrad.engine.regions import Edges
 
 _claims = threading.Condition()
 _claimant: dict[int, int] = {}  # id of a claimed thing -> thread that has it
+_waiting: set[int] = set()  # threads that want what another has
 
 # The nodes that hand on one tensor twice: of torch's own only an addition, and any that a user wrote.
 with torch.inference_mode(False), torch.enable_grad():  # whatever the mode is where this is imported
     _SHARING = (type((torch.ones(1, requires_grad=True) + 1).grad_fn), torch.autograd.function.BackwardCFunction)
 
 
-@contextmanager
-def claimed(things: Iterable[object], *, wait: bool = True) -> Iterator[bool]:
+class claimed:  # noqa: N801 - used like a function; classes, because these are on the path of every pass
     """Have all of `things` to this thread, waiting while another has any; without `wait`, say whether it was possible.
 
     All are taken at once, so two claims never wait for each other. A thread may claim again what it has: a hook may run
     another pass.
     """
-    thread = threading.get_ident()
-    keys = {id(thing) for thing in things}
-    with _claims:
-        while any(_claimant.get(key, thread) != thread for key in keys):
-            if not wait:
-                break
-            _claims.wait()
-        else:
-            keys -= _claimant.keys()  # what an outer claim of this thread has is its to return
-            _claimant.update(dict.fromkeys(keys, thread))
-            wait = True
-    if not wait:
-        yield False
-        return
-    try:
-        yield True
-    finally:
+
+    __slots__ = ("_keys", "_wait")
+
+    def __init__(self, things: Iterable[object], *, wait: bool = True) -> None:
+        self._keys: Collection[int] = {id(thing) for thing in things}
+        self._wait = wait
+
+    def __enter__(self) -> bool:
+        thread = threading.get_ident()
         with _claims:
-            for key in keys:
-                del _claimant[key]
-            _claims.notify_all()
+            while _claimant and any(_claimant.get(key, thread) != thread for key in self._keys):
+                if not self._wait:
+                    self._keys = ()
+                    return False
+                _wait_for_claims(thread)
+            # What an outer claim of this thread has is its to return.
+            self._keys = [key for key in self._keys if key not in _claimant]
+            for key in self._keys:
+                _claimant[key] = thread
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        if self._keys:
+            with _claims:
+                for key in self._keys:
+                    del _claimant[key]
+                if _waiting:
+                    _claims.notify_all()
 
 
-@contextmanager
-def grads_aside(leaves: Sequence[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+def _wait_for_claims(thread: int) -> None:
+    _waiting.add(thread)
+    try:
+        _claims.wait()
+    finally:
+        _waiting.discard(thread)
+
+
+class grads_aside:  # noqa: N801
     """Empty `.grad` of `leaves`; on the way out put it back, and what was written meanwhile into the mapping yielded.
 
     The caller has claimed the leaves. After an error the mapping stays empty.
     """
-    written: dict[Tensor, Tensor] = {}
-    kept = [leaf.grad for leaf in leaves]
-    try:
-        for leaf, grad in zip(leaves, kept, strict=True):
+
+    __slots__ = ("_kept", "_written")
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self._kept = [(leaf, leaf.grad) for leaf in leaves]
+        self._written: dict[Tensor, Tensor] = {}
+
+    def __enter__(self) -> dict[Tensor, Tensor]:
+        for leaf, grad in self._kept:
             if grad is not None:
                 leaf.grad = None
-        yield written
-        for leaf in leaves:
+        return self._written
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for leaf, grad in self._kept:
             result = leaf.grad
-            if result is not None:
-                written[leaf] = result
-    finally:
-        for leaf, grad in zip(leaves, kept, strict=True):
+            if result is not None and kind is None:
+                self._written[leaf] = result
             leaf.grad = grad
 
 
@@ -94,9 +113,6 @@ def may_share(graph: Mapping[Node, Edges[Node]], leaves: Mapping[Node, Tensor]) 
 @contextmanager
 def shared_held(nodes: Sequence[Node]) -> Iterator[None]:
     """Hold what one of `nodes` hands to several children until the way out, so that no leaf takes it for itself."""
-    if not nodes:
-        yield
-        return
     held: list[Tensor] = []
 
     def hold(leaving: Gradients, _: object) -> None:

@@ -12,7 +12,7 @@ once, with the sum of all that reaches it, and so does each hook.
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -238,9 +238,11 @@ class LocalPass(Generic[K]):
         self._hand_over_large(roots)
         if self._sums:
             roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
-        if roots:
-            with grads_aside(variables) as self.gradients, shared_held(may_share(self._graph, self._leaves)):
-                self._run_engine(roots, (), accumulate=True)
+        if not roots:
+            return
+        shared = may_share(self._graph, self._leaves) if len(variables) > 1 else ()
+        with grads_aside(variables) as self.gradients, shared_held(shared) if shared else nullcontext():
+            self._run_engine(roots, (), accumulate=True)
 
     def _hand_over_large(self, roots: list[Root]) -> None:
         """Turn large gradients that enter at a leaf into sums. A leaf copies what it is given unless nobody else holds

@@ -84,7 +84,10 @@ class Pass:
 
     def begin(self, roots: list[tuple[Any, Tensor]] | None = None) -> None:
         """Start. `roots` are edges and gradients, on the root only."""
-        self.service.guard(self, lambda: self._start(roots))
+        try:
+            self._start(roots)
+        except Exception as error:
+            self.fail(error)
 
     def _start(self, roots: list[tuple[Any, Tensor]] | None) -> None:
         if self.finished:
@@ -144,19 +147,15 @@ class Pass:
     def _late(self, message_id: MessageId, sender: WorkerId) -> None:
         """A message came that is no part of this pass. Even if this worker is done, its sender may wait for it."""
         if self.error is None:
-            self.service.guard(self, lambda: self.service.tell_too_late(self, sender, message_id))
+            try:
+                self.service.tell_too_late(self, sender, message_id)
+            except Exception as error:
+                self.fail(error)
 
     # --- hearing ---
 
     def hear(self, key: MessageId, gradients: Gradients | None) -> None:
-        """A Send of this worker has its gradients, or none will come. Raises for gradients that do not fit it."""
-        send = self.context.sends.get(key)
-        if send is None:
-            raise AutogradError(
-                f"gradients came for message {key} of context {self.context.context_id}, which this worker never sent"
-            )
-        if gradients is not None:
-            send.check(gradients)
+        """A Send of this worker has its gradients, which fit it (`Service.check`), or none will come."""
         with self._lock:
             if self.finished:
                 return
@@ -165,7 +164,10 @@ class Pass:
                 self._early.append((key, gradients))
                 return
         self._hear(local, key, gradients)
-        self.service.guard(self, lambda: self._run(local))
+        try:
+            self._run(local)
+        except Exception as error:
+            self.fail(error)
 
     def _hear(self, local: LocalPass[MessageId], key: MessageId, gradients: Gradients | None) -> None:
         if key in self._sends:

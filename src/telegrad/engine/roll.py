@@ -6,7 +6,6 @@ error that ended the pass there. The first error ends the pass everywhere.
 
 import threading
 import time
-from collections.abc import Callable
 
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from telegrad.engine.passes import Pass
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError, RpcTimeout, TelegradError
 from telegrad.ids import WorkerId
+from telegrad.rpc.bell import Bell
 from telegrad.rpc.blocking import blocking
 from telegrad.rpc.pending import FOREVER, Slot
 from telegrad.rpc.workers import Member
@@ -34,7 +34,7 @@ class Roll:
         self._open: list[str] = []  # the worker of each request that has no answer yet
         self._waiting = False
         self._named: set[WorkerId] = set()  # participants that others told of
-        self._settled = threading.Condition(self._lock)
+        self._news = Bell()  # rung for the root, when something was settled
         self._pass: Pass | None = None
         self._ended = False  # whether this worker's own part is over
         self.error: BaseException | None = None
@@ -74,17 +74,17 @@ class Roll:
             reply = self._agent.reply_frame(slot).message
             if type(reply) is PassDone:
                 named = set(reply.participants)
-                self._hear(reply, self._agent.reply_tensors(slot))
+                self._hear(member, reply, self._agent.reply_tensors(slot))
         except RpcTimeout as error:  # of this request, or one that the worker's own pass met
             self._give_up(self._too_late() if unanswered else error)
         except BaseException as error:
             self._give_up(error)
-        with self._settled:
+        with self._lock:
             self._open.remove(member.name)
             self._named |= named
-            self._settled.notify_all()
+        self._news.ring()
 
-    def _hear(self, reply: PassDone, tensors: list[Tensor]) -> None:
+    def _hear(self, sender: Member, reply: PassDone, tensors: list[Tensor]) -> None:
         """Gradients that came with an answer, for Sends of this worker."""
         arrived = iter(tensors)
         if sum(sum(present) for _, present in reply.gradients) != len(tensors):
@@ -93,6 +93,7 @@ class Roll:
         for message_id, present in reply.gradients:
             gradients = [next(arrived) if there else None for there in present] if present else None
             if pass_ is not None:  # else it was given up
+                self._service.check(pass_.context, message_id, sender.worker_id, gradients)
                 pass_.hear(message_id, gradients)
 
     def wait(self, pass_: Pass) -> None:
@@ -103,7 +104,8 @@ class Roll:
         try:
             while True:
                 self._await_replies()
-                self._await_settled(lambda: (not self._open and self._ended) or self.error is not None)
+                while (self._open or not self._ended) and self.error is None:
+                    self._sleep()
                 newcomers = self._named - pass_.known - {self._service.here}
                 if self.error is not None or not newcomers:
                     break
@@ -112,25 +114,26 @@ class Roll:
                     self._service.invite(pass_, worker)
         except BaseException as error:
             self._give_up(error)
+        # What was asked knows this roll, and the pass does: they would keep each other alive.
+        self._asked.clear()
         if self.error is not None:
             self._abort()
             raise self.error
-        self._pass = None  # the two would keep each other alive
+        self._pass = None
 
     def _local_end(self, pass_: Pass) -> None:
-        with self._settled:
-            self._ended = True
-            self._settled.notify_all()
+        self._ended = True
+        self._news.ring()
         if pass_.error is not None:
             self._give_up(pass_.error)
 
     def _give_up(self, error: BaseException) -> None:
         """The first error ends the pass everywhere, now: the root may be waiting for one that waits in vain."""
-        with self._settled:
+        with self._lock:
             if self.error is not None:
                 return
             self.error = error
-            self._settled.notify_all()
+        self._news.ring()
         self._agent.crew.submit(self._abort)
 
     def _await_replies(self) -> None:
@@ -144,14 +147,12 @@ class Roll:
             slot.deadline = self._deadline
             self._agent.link(member).wait(slot)
 
-    def _await_settled(self, condition: Callable[[], bool]) -> None:
-        with self._settled:
-            while not condition():
-                left = self._deadline - time.monotonic()
-                if left <= 0:
-                    raise self._too_late()
-                with blocking():
-                    self._settled.wait(min(left, 3600.0))
+    def _sleep(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self._too_late()
+        with blocking():
+            self._news.wait(min(left, 3600.0))
 
     def _too_late(self) -> RpcTimeout:
         late = sorted(set(self._open))

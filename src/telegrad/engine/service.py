@@ -11,7 +11,7 @@ root did not name brings it in itself, and names it when it is done.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -108,13 +108,6 @@ class Service:
             latest.fail(AutogradError(f"backward pass {latest.pass_id} was given up by its root, which began another"))
         context.waiting_for = entered.waiting_for
         return entered, True
-
-    def guard(self, pass_: Pass, action: Callable[[], None]) -> None:
-        """Do something in a pass; an error of it ends the pass, here and, through the root, everywhere."""
-        try:
-            action()
-        except Exception as error:
-            pass_.fail(error)
 
     def passes(self) -> list[Pass]:
         """The latest pass of each context."""
@@ -227,7 +220,15 @@ class Service:
         except ContextNotFound:
             self.agent.reply(request, PassDone((), ()))
             return
-        self._take_part(request, context, message)
+        pass_, is_new = self._enter(
+            context, message.pass_id, message.root, message.retain_graph, message.participants, None
+        )
+        if request.caller.worker_id == message.root:
+            pass_.when_ended(lambda ended: self._answer_root(request, ended))
+        else:
+            self.agent.reply(request, PropagateGradientsReply(), lazy=True)
+        if is_new:
+            pass_.begin()
 
     def serve_gradients(self, request: Request) -> None:
         """The handler of `PropagateGradients`."""
@@ -244,16 +245,26 @@ class Service:
         gradients = [next(arrived) if there else None for there in message.present] if message.present else None
         tensors.clear()
         # Before anything is begun: what is wrong concerns its sender, and through it the root, but not this worker.
-        self._check(context, message.metadata.message_id, request.caller.worker_id, gradients)
-        pass_ = self._take_part(request, context, message)
-        if request.caller.worker_id == message.root:
-            # The root has its answer when the pass ends: an error must end it rather than be a second answer.
-            self.guard(pass_, lambda: pass_.hear(message.metadata.message_id, gradients))
-        else:
-            pass_.hear(message.metadata.message_id, gradients)
+        self.check(context, message.metadata.message_id, request.caller.worker_id, gradients)
+        from_root = request.caller.worker_id == message.root
+        pass_, is_new = self._enter(
+            context, message.pass_id, message.root, message.retain_graph, message.participants, None
+        )
+        if from_root:  # it has its answer when the pass ends, so an error must end that rather than be a second answer
+            pass_.when_ended(lambda ended: self._answer_root(request, ended))
+        try:
+            pass_.hear(message.metadata.message_id, gradients)  # first of all, so that it is there when the pass begins
+        except Exception as error:
+            if not from_root:
+                raise
+            pass_.fail(error)
+        if is_new:
+            pass_.begin()
+        if not from_root:
             self.agent.reply(request, PropagateGradientsReply(), lazy=True)
 
-    def _check(self, context: Context, message_id: MessageId, sender: WorkerId, gradients: Gradients | None) -> None:
+    def check(self, context: Context, message_id: MessageId, sender: WorkerId, gradients: Gradients | None) -> None:
+        """Raise unless these are gradients for what this worker sent to `sender` in that message."""
         send = context.sends.get(message_id)
         if send is None:
             raise AutogradError(
@@ -267,19 +278,6 @@ class Service:
             )
         if gradients is not None:
             send.check(gradients)
-
-    def _take_part(self, request: Request, context: Context, message: BeginPass | PropagateGradients) -> Pass:
-        """The pass a message is about, begun if need be. The root is answered when this worker's part is over."""
-        pass_, is_new = self._enter(
-            context, message.pass_id, message.root, message.retain_graph, message.participants, None
-        )
-        if request.caller.worker_id == message.root:
-            pass_.when_ended(lambda ended: self._answer_root(request, ended))
-        elif type(message) is BeginPass:
-            self.agent.reply(request, PropagateGradientsReply(), lazy=True)
-        if is_new:
-            pass_.begin()
-        return pass_
 
     def _answer_root(self, request: Request, ended: Pass) -> None:
         if ended.error is not None:

@@ -279,10 +279,12 @@ class Agent:
         what: Callable[[], str],
         complete: Callable[[Slot], None] | None = None,
         future: Future[Any] | None = None,
-        whole: AnyMessage | None = None,
+        definition: bytes = b"",
         attended: bool = False,
     ) -> Slot:
-        """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`."""
+        """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`.
+
+        `definition` is that of the function the message calls by its number."""
         tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
         if tensors:
             tensors = place(self.options, self.info.name, member, tensors)
@@ -292,10 +294,11 @@ class Agent:
         slot.complete = complete
         slot.future = future
         slot.attended = attended
+        slot.definition = definition
         link = self.link(member)
         if future is not None:
             future.help = lambda: link.wait(slot)
-        link.request(slot, message, packed.payload, tensors, segments, whole)
+        link.request(slot, message, packed.payload, tensors, segments)
         return slot
 
     def ask(self, member: Member, message: AnyMessage, *, timeout: float, what: Callable[[], str]) -> AnyMessage:

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
-import msgspec
 import torch
 
 from telegrad.errors import RpcTimeout, WorkerDied
@@ -38,7 +37,7 @@ def check_call(func: Any, args: Any, kwargs: Any) -> None:
     """Raise TypeError for what cannot be called so."""
     if not callable(func):
         raise TypeError(f"function should be callable, got {func!r}")
-    if args is not None and not isinstance(args, Sequence):
+    if args is not None and type(args) is not tuple and not isinstance(args, Sequence):
         raise TypeError(f"args must be a tuple or a list, got {args!r}; for one argument write args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a dict, got {kwargs!r}")
@@ -72,7 +71,7 @@ def start_call(
         packed,
         timeout=timeout if patience is None else patience,
         what=lambda: f"{name_of(func)}() on worker {member.name!r}",
-        whole=message if full == definition else make(number, full, timeout),
+        definition=full,
         complete=complete,
         future=future,
     )
@@ -96,26 +95,21 @@ def start_request(
     *,
     timeout: float,
     what: Callable[[], str],
-    whole: AnyMessage | None = None,
+    definition: bytes = b"",
     complete: Complete | None = None,
     future: Future[Any] | None = None,
 ) -> tuple[Slot, OnReply | None]:
     """Send a request that carries values of the user, past the hooks of the layers above."""
-    whole = whole or message
     on_reply: OnReply | None = None
     try:
         for hook in agent.call_hooks:
             wrapped = hook(member.worker_id, message, packed.tensors)
             if wrapped is not None:
-                inner, (message, on_reply) = message, wrapped
-                if inner is whole:
-                    whole = message
-                elif message is not inner:
-                    whole = msgspec.structs.replace(message, call=whole)
+                message, on_reply = wrapped
         agent.calls_made += 1
         done = None if complete is None else functools.partial(complete, on_reply)
         slot = agent.send(
-            member, message, packed, timeout=timeout, what=what, complete=done, future=future, whole=whole
+            member, message, packed, timeout=timeout, what=what, complete=done, future=future, definition=definition
         )
     except BaseException:
         take_back(packed)

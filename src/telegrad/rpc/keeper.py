@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from telegrad.rpc.bell import Bell
+
 log = logging.getLogger("telegrad.rpc")
 
 _FOREVER = 3600.0
@@ -21,8 +23,7 @@ class Keeper:
 
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
-        self._bell = threading.Lock()  # held while nobody rings
-        self._bell.acquire()
+        self._bell = Bell()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._next = float("inf")
@@ -41,13 +42,7 @@ class Keeper:
             if earlier:
                 self._next = when
         if earlier:
-            self._ring()
-
-    def _ring(self) -> None:
-        try:
-            self._bell.release()
-        except RuntimeError:  # rung already
-            pass
+            self._bell.ring()
 
     def _run(self) -> None:
         while not self._closed:
@@ -64,11 +59,11 @@ class Keeper:
                 except Exception:
                     log.exception("a timed task failed; the keeper goes on")
             if not due:
-                self._bell.acquire(timeout=max(pause, 0))
+                self._bell.wait(pause)
 
     def close(self) -> None:
         """Stop; tasks not yet due are dropped."""
         self._closed = True
-        self._ring()
+        self._bell.ring()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(1.0)

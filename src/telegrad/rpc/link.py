@@ -138,8 +138,7 @@ class Link:
         for number, notice in list(self._notices):
             connection.send(Kind.NOTICE, number, 0, notice, deadline=deadline)
         for slot in self.pending.snapshot():
-            message, payload, tensors, segments = slot.resend
-            connection.send(Kind.REQUEST, slot.request_id, 0, message, payload, tensors, segments, deadline=deadline)
+            connection.send(Kind.REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
         # Layers above want to hear of replies that come too late. Under the number of a request that was taken this is
         # no new one: its reply comes again. One that was lost is answered as what this is.
         for request_id in self.pending.overdue():
@@ -152,19 +151,15 @@ class Link:
         payload: bytes = b"",
         tensors: Sequence[Any] = (),
         segments: Sequence[Any] = (),
-        whole: AnyMessage | None = None,
     ) -> None:
-        """Send a request whose reply `slot` waits for. Errors of the sending itself are raised.
-
-        `whole` is the message to use if it must be sent again and nothing sent before can be relied on.
-        """
+        """Send a request whose reply `slot` waits for. Errors of the sending itself are raised."""
         try:
             connection = self.connection(slot.deadline)
         except WorkerDied:
             raise
         except TimeoutError:
             raise self.timeout_error(slot) from None
-        slot.resend = (whole or message, payload, tensors, segments)
+        slot.resend = (message, payload, tensors, segments)
         # Count before sending: the reply may come first.
         ack, earliest = self.pending.admit(slot)
         if earliest:
@@ -186,7 +181,7 @@ class Link:
         except (OSError, ValueError):  # ValueError: closed by another thread meanwhile
             self._lost(connection)
         if connection.closed:
-            self._send_over_next(connection, Kind.REQUEST, slot.request_id, 0, *slot.resend)
+            self._send_over_next(connection, Kind.REQUEST, slot.request_id, 0, *slot.whole())
             if self.dead is not None and self.pending.take(slot.request_id) is not None:
                 raise self.died(slot) from None
         if hold:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from telegrad.wire.codec import Packed, pack, unpack
+from telegrad.wire.codec import Packed, is_flat, pack_flat, pack_object, unpack
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -47,10 +47,13 @@ local = _Local()
 
 def pack_for(agent: "Agent", peer: "Member", value: Any, main_by_value: bool) -> Packed:
     """Pack a value that will be sent to `peer`."""
+    flat = pack_flat(value)
+    if flat is not None:  # tensors and numbers alone: nothing in it is counted
+        return flat
     crossing = Crossing(agent, peer)
     before, local.crossing = local.crossing, crossing
     try:
-        packed = pack(value, main_by_value=main_by_value)
+        packed = pack_object(value, main_by_value=main_by_value)
     except BaseException:
         for undo in crossing.undo:
             undo()
@@ -69,6 +72,8 @@ def take_back(packed: Packed) -> None:
 
 def unpack_from(agent: "Agent", peer: "Member", payload: Any, tensors: list[torch.Tensor]) -> Any:
     """Unpack a value that came from `peer`."""
+    if is_flat(payload):
+        return unpack(payload, tensors)
     crossing = Crossing(agent, peer)
     before, local.crossing = local.crossing, crossing
     try:

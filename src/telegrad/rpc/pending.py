@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad.wire.frames import Frame
+from telegrad.wire.messages import with_definition
 
 FOREVER = float("inf")
 
@@ -20,6 +21,7 @@ class Slot:
         "attended",
         "complete",
         "deadline",
+        "definition",
         "done",
         "error",
         "frame",
@@ -49,8 +51,15 @@ class Slot:
         self.future: Any = None
         # Releases the caller that waits while another thread reads.
         self.wake: Any = None
-        # The message as it was given to the connection, to send again over a new one.
+        # What was given to the connection, to send again over a new one, and the definition of the function if the
+        # message has only the number that stands for it.
         self.resend: tuple[Any, ...] = ()
+        self.definition = b""
+
+    def whole(self) -> tuple[Any, ...]:
+        """What to send if nothing sent before can be relied on."""
+        message, *rest = self.resend
+        return (with_definition(message, self.definition) if self.definition else message, *rest)
 
     def take_error(self) -> BaseException:
         """The error, to raise. The slot lets go of it: the frames it collects on its way up hold the slot."""

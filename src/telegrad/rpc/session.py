@@ -26,6 +26,7 @@ from telegrad.wire.messages import (
     Ack,
     AnyMessage,
     Barrier,
+    CleanupAutogradContext,
     DebugWaits,
     Goodbye,
     Ping,
@@ -44,6 +45,10 @@ log = logging.getLogger("telegrad.rpc")
 # bounds the others, coroutines and functions that return futures, and what they hold.
 MOST_RUNNING = 4096
 _LOOK_SECONDS = 0.001
+
+# Notices that free memory and are not waited for. They come with the next request, which should not wait for them.
+UNHURRIED = {CleanupAutogradContext}
+_MOST_UNHURRIED = 16
 
 NO_WORK = (Barrier, Ping, DebugWaits)  # requests of Telegrad's own, which a shutdown does not wait for
 
@@ -69,6 +74,7 @@ class Session:
         self._lock = threading.Lock()
         self._turn: SessionTurn | None = None
         self._inbox: deque[Frame] = deque()
+        self._unhurried: deque[Frame] = deque()  # notices to be served when no request waits
         self._running: dict[int, tuple[type, float]] = {}  # what is being served and since when, by request id
         self._answering: dict[int, None] = {}  # no longer running, not yet sent: a worker that leaves waits for these
         self._replies: dict[int, tuple[Any, ...]] = {}  # sent, but not yet known to have arrived
@@ -142,6 +148,7 @@ class Session:
                 frames = connection.receive()
                 if not frames and frames is not None:
                     self._flush(connection)
+                    self._serve_unhurried()
                     if self._spinner.wait(connection.stream.readable, self.agent.crew.another_works):
                         continue
             except (OSError, ValueError):
@@ -164,6 +171,14 @@ class Session:
         if (type(call) is PythonCall or type(call) is PythonRemoteCall) and call.definition and call.function:
             self.functions.setdefault(call.function, Definition(call.definition))
 
+    def _serve_unhurried(self) -> None:
+        while True:
+            try:
+                frame = self._unhurried.popleft()
+            except IndexError:
+                return
+            self.agent.serve(Request(self, frame))
+
     def give_up(self, turn: "SessionTurn") -> None:
         """Let another thread serve: at once if requests are waiting here, else when one comes."""
         with self._lock:
@@ -179,7 +194,7 @@ class Session:
             log.debug("replies to %s wait for its next connection", self.member.name)
         if self.paused:
             self._resume()
-        elif self._inbox:
+        elif self._inbox or self._unhurried:
             self.agent.crew.submit(self.ready)
         else:
             self.agent.crew.arm(connection.stream.fileno())
@@ -228,7 +243,10 @@ class Session:
             elif type(frame.message) is Ack:  # it has said most by its header
                 self._forget_named(frame)
             elif self._is_news(frame):
-                self.agent.serve(Request(self, frame))
+                if type(frame.message) in UNHURRIED and len(self._unhurried) < _MOST_UNHURRIED:
+                    self._unhurried.append(frame)
+                else:
+                    self.agent.serve(Request(self, frame))
             return
         request_id = frame.request_id
         with self._lock:  # the same request may come twice, from two connections, to two threads

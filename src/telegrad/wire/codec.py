@@ -32,6 +32,7 @@ Reduce = Callable[[Any], tuple[Any, ...]]
 FindClass = Callable[[str, str], Any]
 
 _NONE, _EMPTY_CALL, _TENSOR, _FLAT_TUPLE, _FLAT_CALL, _PICKLE, _PICKLE_AND_BUFFERS = range(7)
+_FLAT_FORMS = range(_PICKLE)
 _PAYLOAD_NONE, _PAYLOAD_EMPTY_CALL, _PAYLOAD_TENSOR = bytes([_NONE]), bytes([_EMPTY_CALL]), bytes([_TENSOR])
 _BUFFER_COUNT = struct.Struct("<I")
 # Below this a buffer costs less inside the pickle than as an entry of the table.
@@ -68,24 +69,37 @@ def pack(value: Any, *, main_by_value: bool = False) -> Packed:
     Functions and classes of `__main__` are sent by name, to be found in the receiver's own program; with
     `main_by_value`, for receivers that run another program, they are sent whole.
     """
-    if value is None:
-        return Packed(_PAYLOAD_NONE, [])
-    cls = type(value)
-    if cls is tuple:
-        if len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict and not value[1]:
-            flat = _pack_flat(_FLAT_CALL, value[0]) if value[0] else Packed(_PAYLOAD_EMPTY_CALL, [])
-        else:
-            flat = _pack_flat(_FLAT_TUPLE, value)
-        if flat is not None:
-            return flat
-    elif cls is Tensor and not value.__dict__:
-        return Packed(_PAYLOAD_TENSOR, [value])
+    flat = pack_flat(value)
+    return pack_object(value, main_by_value=main_by_value) if flat is None else flat
+
+
+def pack_object(value: Any, *, main_by_value: bool = False) -> Packed:
+    """The same for a value that is not flat."""
     try:
         return _dump(_Pickler, value, main_by_value)
     except SerializationError:
         raise
     except Exception:  # pickle says "cannot" in many classes, and reducers of users raise anything
         return _pack_with_cloudpickle(value, main_by_value)
+
+
+def pack_flat(value: Any) -> Packed | None:
+    """Take apart what needs no pickling: None, a tensor, a tuple or a call of tensors and plain scalars."""
+    if value is None:
+        return Packed(_PAYLOAD_NONE, [])
+    cls = type(value)
+    if cls is tuple:
+        if len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict and not value[1]:
+            return _pack_tuple(_FLAT_CALL, value[0]) if value[0] else Packed(_PAYLOAD_EMPTY_CALL, [])
+        return _pack_tuple(_FLAT_TUPLE, value)
+    if cls is Tensor and not value.__dict__:
+        return Packed(_PAYLOAD_TENSOR, [value])
+    return None
+
+
+def is_flat(payload: Any) -> bool:
+    """Whether a payload was made by `pack_flat`."""
+    return len(payload) > 0 and payload[0] in _FLAT_FORMS
 
 
 def unpack(payload: Any, tensors: Sequence[Tensor], *, find_class: FindClass | None = None) -> Any:
@@ -96,7 +110,7 @@ def unpack(payload: Any, tensors: Sequence[Tensor], *, find_class: FindClass | N
     if form == _NONE:
         return None
     if form in (_FLAT_CALL, _FLAT_TUPLE):
-        values = _unpack_flat(payload, tensors)
+        values = _unpack_tuple(payload, tensors)
         return (values, {}) if form == _FLAT_CALL else values
     if form == _TENSOR:
         if len(tensors) != 1:
@@ -110,7 +124,7 @@ def unpack(payload: Any, tensors: Sequence[Tensor], *, find_class: FindClass | N
 # Flat tuples: one byte for each value, its place in the table counted from 1, or 0 for the next of the scalars.
 
 
-def _pack_flat(form: int, values: tuple[Any, ...]) -> Packed | None:
+def _pack_tuple(form: int, values: tuple[Any, ...]) -> Packed | None:
     if len(values) > _MAX_FLAT:
         return None
     head = bytearray((form, len(values)))
@@ -137,7 +151,7 @@ def _pack_flat(form: int, values: tuple[Any, ...]) -> Packed | None:
     return Packed(bytes(head), tensors)
 
 
-def _unpack_flat(payload: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+def _unpack_tuple(payload: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     try:
         end = 2 + payload[1]
         places = payload[2:end]

@@ -6,6 +6,8 @@ Decoding checks types and element counts, so a record that exists is well-formed
 only the receiver can know: whether an id names something it has.
 """
 
+from typing import Any
+
 import msgspec
 
 from telegrad.ids import ContextId, ForkId, Incarnation, MessageId, PassId, RRefId, WorkerId
@@ -141,6 +143,13 @@ class RpcWithAutograd(Message, frozen=True, tag=20):
 
     metadata: AutogradMetadata
     call: PythonCall | PythonRemoteCall | RRefFetch
+
+
+def with_definition(call: Any, definition: bytes) -> Any:
+    """The message of a call, with the definition of its function rather than the number alone."""
+    if type(call) is RpcWithAutograd:
+        return msgspec.structs.replace(call, call=with_definition(call.call, definition))
+    return msgspec.structs.replace(call, definition=definition)
 
 
 class RpcWithAutogradReply(Message, frozen=True, tag=21):
