@@ -103,8 +103,7 @@ class Caretaker:
         try:
             with blocking():
                 opens = not hosting.endures(where, _DOUBT_SECONDS) and hosting.is_here(where[0])
-                self._place.move(hosting.attempt(where, opens=opens, seconds=_TRY_SECONDS))
-                self._say_again()
+                self._place.move(hosting.attempt(where, opens=opens, seconds=_TRY_SECONDS), self._say_again)
         except RendezvousError as error:  # another job has begun there
             log.error("worker %r cannot be found by newcomers any more: %s", self._agent.info.name, error)
         except (OSError, RuntimeError) as error:

@@ -33,8 +33,8 @@ class RpcBackendOptions:
         transports: which ways may be used, of "unix" and "tcp"; the best that both sides have is chosen. A third,
             "memory", is for tests: it connects agents of one process.
         shared_memory: whether tensors may go through shared memory between workers on one host.
-        secret: what proves that a worker belongs to the job. Without one (here or in TELEGRAD_SECRET) the workers agree
-            on one where they meet, and listen on loopback only.
+        secret: what proves that a worker belongs to the job. Without one (here or in TELEGRAD_SECRET) each worker makes
+            its own, which the others read where they meet, and listens on loopback only.
         host: the address to listen on, when there is a secret.
         rendezvous_timeout: seconds to wait for the other workers in `init_rpc`.
         connect_timeout: seconds that connecting to one worker may take.

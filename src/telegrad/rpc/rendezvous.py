@@ -85,8 +85,8 @@ class MeetingPlace:
         self._log: Any = None
         self.move(store)
 
-    def move(self, store: Any) -> None:
-        """Use this store from now on."""
+    def move(self, store: Any, say_again: Callable[[], None] = lambda: None) -> None:
+        """Use this store from now on. Nobody here reads in it before `say_again` has said what others look for."""
         kind = PrefixStore("telegrad", store).compare_set("kind", "", self._kind).decode()
         if kind != self._kind:
             raise RendezvousError(
@@ -98,6 +98,7 @@ class MeetingPlace:
             self._log = PrefixStore(f"telegrad/{kind}", store)
             self._read = 0
             self.is_first = int(self._log.add("visits", 1)) == 1
+            say_again()
 
     def lose(self) -> None:
         """The store has ended: nothing more is asked of it, and no news come, until there is another."""
