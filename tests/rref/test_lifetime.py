@@ -16,8 +16,10 @@ from telegrad.rref.actions import (
     SendFlushed,
     SendForkRequest,
 )
-from telegrad.rref.lifetime import Leak, OwnerLedger, UserLedger
+from telegrad.rref.lifetime import Leak
+from telegrad.rref.owner_ledger import OwnerLedger
 from telegrad.rref.peers import PeerId, make_id
+from telegrad.rref.user_ledger import UserLedger
 
 OWNER, A, B, C = (PeerId(n) for n in range(4))  # the owner and three users
 R = RRefId(make_id(A, 1))  # created by A, lives on OWNER

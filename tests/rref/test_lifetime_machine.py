@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from telegrad.ids import ForkId, RRefId
 from telegrad.rref import actions as lt
-from telegrad.rref.lifetime import OwnerLedger, UserLedger
+from telegrad.rref.owner_ledger import OwnerLedger
 from telegrad.rref.peers import PeerId, make_id
+from telegrad.rref.user_ledger import UserLedger
 
 WORKERS = [PeerId(n) for n in range(4)]
 

@@ -1,10 +1,12 @@
 """Remote references: values that live on one worker and are named from others.
 
-lifetime     decides how long an owner keeps a value; pure
-references   feeds it and performs what it decides, for one agent
-handles      the two ends of a reference: beside the value, and elsewhere
-travel       a handle inside a message
-reference    what users see: `RRef` and `remote`
+lifetime       the protocol: how long an owner keeps a value
+owner_ledger   decides for the owner of a value; pure
+user_ledger    decides for the workers that name it; pure
+references     feeds both and performs what they decide, for one agent
+handles        the two ends of a reference: beside the value, and elsewhere
+travel         a handle inside a message
+reference      what users see: `RRef` and `remote`
 """
 
 from functools import partial

@@ -20,9 +20,10 @@ from telegrad.rpc.pending import Slot
 from telegrad.rpc.workers import Member
 from telegrad.rref import actions as act
 from telegrad.rref.creation import Deadlines
-from telegrad.rref.lifetime import OwnerLedger, UserLedger
 from telegrad.rref.outcome import Outcome
+from telegrad.rref.owner_ledger import OwnerLedger
 from telegrad.rref.peers import PeerId, ids_of, maker_of, peer_of, show_id, worker_id_of
+from telegrad.rref.user_ledger import UserLedger
 from telegrad.wire import messages as msg
 
 if TYPE_CHECKING:
