@@ -9,6 +9,7 @@ from telegrad.errors import RendezvousError
 from telegrad.ids import Incarnation, WorkerId, draw_incarnation, generation_of
 from telegrad.rpc import hosting
 from telegrad.rpc.rendezvous import MeetingPlace, open_store
+from telegrad.rpc.rendezvous import _encode as encode_member
 from telegrad.rpc.workers import Member
 
 
@@ -30,6 +31,18 @@ def test_news_come_once() -> None:
     assert read(place) == []
     place.read_again()
     assert read(place) == [0, 1]
+
+
+def test_one_who_died_while_writing_hides_nobody() -> None:
+    store = HashStore()
+    place, slow = MeetingPlace(store, "open"), MeetingPlace(store, "open")
+    index = int(slow._open_log().add("records", 1)) - 1  # the first half of `publish`
+    place.publish(record(1, 1024))
+    assert read(place) == [1]
+    assert read(place) == []
+    slow._open_log().set(f"record/{index}", encode_member(record(0, 1024)))  # it was slow, not dead
+    assert read(place) == [0]
+    assert read(place) == []
 
 
 def test_one_kind_of_job_in_a_store() -> None:

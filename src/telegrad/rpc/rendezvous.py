@@ -80,7 +80,7 @@ class MeetingPlace:
         self.stands: Callable[[], bool] = lambda: True
         self._kind = kind
         self._lock = threading.RLock()
-        self._read = 0
+        self._forget_reading()
         self.store: Any = None
         self._log: Any = None
         self.move(store)
@@ -96,7 +96,7 @@ class MeetingPlace:
         with self._lock:
             self.store = store
             self._log = PrefixStore(f"telegrad/{kind}", store)
-            self._read = 0
+            self._forget_reading()
             self.is_first = int(self._log.add("visits", 1)) == 1
             say_again()
 
@@ -107,7 +107,12 @@ class MeetingPlace:
 
     def read_again(self) -> None:
         """Give all records to the next reader, as to one who has just come."""
+        with self._lock:
+            self._forget_reading()
+
+    def _forget_reading(self) -> None:
         self._read = 0
+        self._unwritten: list[int] = []  # announced and not there yet: their writer is slow, or died just then
 
     def _open_log(self) -> Any:
         log_ = self._log
@@ -166,9 +171,14 @@ class MeetingPlace:
     def _fresh(self) -> list[Member]:
         fresh: list[Member] = []
         try:
-            while self._log is not None and self.stands() and self._log.check([f"record/{self._read}"]):
-                fresh.append(_decode(self._log.get(f"record/{self._read}")))
-                self._read += 1
+            if self._log is not None and self.stands():
+                end = int(self._log.add("records", 0))
+                self._unwritten += range(self._read, end)
+                self._read = end
+                for index in list(self._unwritten):
+                    if self._log.check([f"record/{index}"]):  # if not, what others wrote behind it is read all the same
+                        fresh.append(_decode(self._log.get(f"record/{index}")))
+                        self._unwritten.remove(index)
         except RuntimeError as error:
             if self.where is None:
                 raise
