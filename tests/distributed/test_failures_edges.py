@@ -173,7 +173,7 @@ def test_threads_do_not_grow_with_requests() -> None:
 
 
 def replies_remembered() -> int:
-    return sum(len(session._replies) for session in require_agent().sessions())
+    return sum(len(session.requests.replies) for session in require_agent().sessions())
 
 
 def test_a_long_call_does_not_make_the_replies_behind_it_pile_up() -> None:

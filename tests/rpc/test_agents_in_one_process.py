@@ -152,7 +152,7 @@ def test_each_agent_is_sent_no_more_than_it_takes_in() -> None:
 def test_a_large_reply_is_forgotten_as_soon_as_it_has_arrived(two: dict[str, Agent], make: Any) -> None:
     for size in (100_000, 1_000_000):
         assert len(call("a", "b", make, size)) == size
-        wait_until(lambda: not any(session._replies for session in agents["b"].sessions()))
+        wait_until(lambda: not any(session.requests.replies for session in agents["b"].sessions()))
 
 
 # --- connections that end ---

@@ -263,6 +263,7 @@ class World:
     def state(self) -> Hashable:
         """All that decides what can happen from here on."""
         link, session = self.link, self.session
+        requests = session.requests
         return (
             tuple(self.suspended),
             tuple(sorted(self.left.items())),
@@ -276,7 +277,7 @@ class World:
             tuple(sorted(self.noticed.items())),
             (tuple(link.pending._slots), tuple(sorted(link.pending._given_up)), link.pending._lowest),
             (tuple(link._received), link._state, len(link._notices), len(self.lost)),
-            (tuple(session._replies), tuple(session._running), session._acked, repr(session._forgotten)),
+            (tuple(requests.replies), tuple(requests.running), requests.acknowledged, repr(requests._forgotten)),
             (link._connection is None, session.connection is None),
         )
 
@@ -317,7 +318,8 @@ def check(world: World) -> None:
     settle(world)
     last = max(world.outcomes)
     assert world.outcomes[last] == [f"reply {last}"]
-    assert (set(world.session._replies) | set(world.session._running)) <= {world.slots[last].request_id}
+    requests = world.session.requests
+    assert (set(requests.replies) | set(requests.running)) <= {world.slots[last].request_id}
     assert len(world.noticed) == world.told
 
 
@@ -351,7 +353,7 @@ class Forgetful(dict[int, Any]):
 def test_a_session_that_forgets_is_found_out() -> None:
     def run(chance: Chance) -> None:
         world = World(chance, requests=1, cuts=1)
-        world.session._replies = Forgetful()
+        world.session.requests.replies = Forgetful()
         world.run()
 
     with pytest.raises(AssertionError, match="was run again"):

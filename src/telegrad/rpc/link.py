@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
+from telegrad.rpc.at_most_once import KEPT_NOTICES
 from telegrad.rpc.blocking import blocking, local
 from telegrad.rpc.flusher import BURST, LAZY
 from telegrad.rpc.pending import FOREVER, Pending, Slot
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("telegrad.rpc")
 
 IDLE, ARMED, READING = "idle", "armed", "reading"
-KEPT_NOTICES = 256  # sent again over a new connection
 _MOST_UNACKNOWLEDGED = 256  # replies that the worker may have to remember for a caller that asks nothing more
 _LOOK_AGAIN_SECONDS = 1.0
 _BURST = 16  # calls in flight from which on small ones may wait a moment to share a write

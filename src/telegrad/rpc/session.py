@@ -4,8 +4,8 @@ The thread that read a request runs it. It holds the session's turn meanwhile; w
 finds it stuck, the turn goes to another thread, which serves the requests that came behind. Replies of requests that
 arrived together leave together.
 
-A request is run at most once. Its id stays known until the caller has acknowledged the reply, so a request that comes
-again over a new connection is answered from memory, or left to the thread that is still running it.
+A request is run at most once (`at_most_once.py`): one that comes again over a new connection is answered from memory,
+or left to the thread that is still running it.
 """
 
 import logging
@@ -15,10 +15,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import ProtocolError
+from telegrad.rpc.at_most_once import NEW, AtMostOnce, Reply
 from telegrad.rpc.blocking import local
 from telegrad.rpc.flusher import LAZY
-from telegrad.rpc.link import KEPT_NOTICES
-from telegrad.rpc.ranges import Ranges
 from telegrad.rpc.spin import Spinner
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
@@ -75,33 +74,28 @@ class Session:
         self._turn: SessionTurn | None = None
         self._inbox: deque[Frame] = deque()
         self._unhurried: deque[Frame] = deque()  # notices to be served when no request waits
-        self._running: dict[int, tuple[type, float]] = {}  # what is being served and since when, by request id
-        self._answering: dict[int, None] = {}  # no longer running, not yet sent: a worker that leaves waits for these
-        self._replies: dict[int, tuple[Any, ...]] = {}  # sent, but not yet known to have arrived
-        self._acked = 0
-        self._forgotten = Ranges()  # answered, and acknowledged by name though an older request still runs
-        self._noticed: dict[int, None] = {}  # notices taken lately, oldest first: one may come again
+        self.requests = AtMostOnce()
         self.paused = False  # so much is running that no more is read
         self._holds = False  # whether a reply waits for those of the requests behind it
         self._spinner = Spinner()
 
     def __repr__(self) -> str:
-        return f"<Session of {self.member.name!r}: {len(self._running)} running>"
+        return f"<Session of {self.member.name!r}: {self.running} running>"
 
     @property
     def running(self) -> int:
         """Requests that were taken and not yet answered."""
-        return len(self._running)
+        return len(self.requests.running)
 
     def under_way(self) -> list[str]:
         """What is being served, in words; those who wait at a barrier are not served but waited for."""
         name = self.member.name
         served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if kind not in NO_WORK]
-        return served + [f"an answer to worker {name!r}"] * len(self._answering)
+        return served + [f"an answer to worker {name!r}"] * len(self.requests.answering)
 
     def served(self) -> list[tuple[type, float]]:
         """The messages of the requests being served, and since when."""
-        return list(self._running.values())
+        return list(self.requests.running.values())
 
     def attach(self, connection: Connection) -> None:
         """Serve this connection, the first one or one that replaces a lost one."""
@@ -130,8 +124,14 @@ class Session:
 
     def _serve(self, turn: "SessionTurn", connection: Connection) -> None:
         inbox = self._inbox
+        running = self.requests.running
         while True:
-            while inbox and not self._is_full():
+            while inbox:
+                # So much that no more is read: the socket fills, and the caller waits as for a slower worker.
+                if len(running) >= MOST_RUNNING:
+                    self.paused = True
+                if self.paused:
+                    break
                 frame = inbox.popleft()
                 self._note_definition(frame.message)
                 turn.count += 1
@@ -147,8 +147,10 @@ class Session:
             try:
                 frames = connection.receive()
                 if not frames and frames is not None:
-                    self._flush(connection)
-                    self._serve_unhurried()
+                    if self._holds:
+                        self._flush(connection)
+                    if self._unhurried:
+                        self._serve_unhurried()
                     if self._spinner.wait(connection.stream.readable, self.agent.crew.another_works):
                         continue
             except (OSError, ValueError):
@@ -189,7 +191,8 @@ class Session:
         if connection is None:
             return
         try:
-            self._flush(connection)
+            if self._holds:
+                self._flush(connection)
         except (OSError, ValueError):
             log.debug("replies to %s wait for its next connection", self.member.name)
         if self.paused:
@@ -199,16 +202,10 @@ class Session:
         else:
             self.agent.crew.arm(connection.stream.fileno())
 
-    def _is_full(self) -> bool:
-        """Whether to read no further: then the socket fills, and the caller waits as it would for a slower worker."""
-        if len(self._running) >= MOST_RUNNING:
-            self.paused = True
-        return self.paused
-
     def _resume(self) -> None:
         """Go on reading if there is room again."""
         with self._lock:
-            resumes = self.paused and self._turn is None and len(self._running) < MOST_RUNNING
+            resumes = self.paused and self._turn is None and self.running < MOST_RUNNING
             if resumes:
                 self.paused = False
         if resumes:
@@ -233,60 +230,27 @@ class Session:
             turn.give_up()
 
     def _take(self, frame: Frame) -> None:
-        if frame.ack > self._acked:
-            self._forget_replies(frame.ack)
+        requests = self.requests
+        if frame.ack > requests.acknowledged:
+            requests.acknowledge(frame.ack)
         if frame.kind == Kind.NOTICE:
             if type(frame.message) is Ping:
                 self._send((Kind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
                 self.agent.caller_said_goodbye(self.member)
             elif type(frame.message) is Ack:  # it has said most by its header
-                self._forget_named(frame)
-            elif self._is_news(frame):
+                requests.acknowledge_named(_numbers(frame.payload))
+            elif requests.is_news(frame.request_id):
                 if type(frame.message) in UNHURRIED and len(self._unhurried) < _MOST_UNHURRIED:
                     self._unhurried.append(frame)
                 else:
                     self.agent.serve(Request(self, frame))
             return
-        request_id = frame.request_id
-        with self._lock:  # the same request may come twice, from two connections, to two threads
-            if request_id < self._acked or request_id in self._running or request_id in self._forgotten:
-                return
-            reply = self._replies.get(request_id)
-            if reply is None:
-                self._running[request_id] = (type(frame.message), time.monotonic())
-        if reply is None:
+        reply = requests.take(frame.request_id, type(frame.message))
+        if reply is NEW:
             self.agent.serve(Request(self, frame))
-        else:
+        elif reply is not None:
             self._send_again(reply)
-
-    def _is_news(self, frame: Frame) -> bool:
-        """Whether a notice has not been taken before."""
-        with self._lock:
-            known = frame.request_id in self._noticed
-            if frame.request_id:
-                self._noticed[frame.request_id] = None
-                while len(self._noticed) > 4 * KEPT_NOTICES:
-                    del self._noticed[next(iter(self._noticed))]
-        return not known
-
-    def _forget_replies(self, ack: int) -> None:
-        self._acked = ack
-        for request_id in list(self._replies):  # a copy: other threads reply meanwhile
-            if request_id < ack:
-                self._replies.pop(request_id, None)
-        if self._forgotten:
-            with self._lock:
-                self._forgotten.drop_below(ack)
-
-    def _forget_named(self, frame: Frame) -> None:
-        """Forget replies that have arrived though an older request still runs; that they were run stays known."""
-        count = len(frame.payload) // 8
-        named = memoryview(frame.payload)[: count * 8].cast("B").cast("Q") if count else ()
-        with self._lock:
-            for request_id in named:
-                if self._replies.pop(request_id, None) is not None:
-                    self._forgotten.add(request_id)
 
     # --- replying ---
 
@@ -294,21 +258,19 @@ class Session:
         """Answer a request. If the connection is lost, the caller asks again and is answered from memory.
 
         A lazy answer, one that nobody is waiting for, goes with the next one."""
-        # Remembered before it is sent: the acknowledgement may come first. What goes over the socket in one piece is
-        # kept as bytes, so that no tensor outlives its reply; a large reply is acknowledged at once by the caller.
-        self._replies[request_id] = reply = (kind, request_id, *content)
-        self._answering[request_id] = None
+        requests = self.requests
+        reply = (kind, request_id, *content)
+        requests.answer(request_id, reply)
         try:
-            self._running.pop(request_id, None)
             if self.paused:
                 self._resume()
             encoded = self._send(reply, lazy)
-            if encoded is not None and request_id in self._replies:
-                self._replies[request_id] = (encoded,)
+            if encoded is not None:  # a larger one is acknowledged by the caller at once
+                requests.shorten(request_id, encoded)
         finally:
-            self._answering.pop(request_id, None)
+            requests.answering.pop(request_id, None)
 
-    def _send(self, frame: tuple[Any, ...], lazy: bool = False) -> bytes | None:
+    def _send(self, frame: Reply, lazy: bool = False) -> bytes | None:
         """Send what `Connection.send` takes, less the ack: kind, request id, message, and what goes with it."""
         connection = self.connection
         if connection is None:
@@ -327,19 +289,18 @@ class Session:
 
     def _flush(self, connection: Connection) -> None:
         """Write the replies that waited for others; lazy ones have their own time."""
-        if self._holds:
-            self._holds = False
-            connection.flush()
+        self._holds = False
+        connection.flush()
 
-    def _send_again(self, content: tuple[Any, ...]) -> None:
+    def _send_again(self, reply: Reply) -> None:
         connection = self.connection
         if connection is None:
             return
-        if len(content) > 1:
-            self._send(content)
+        if len(reply) > 1:
+            self._send(reply)
             return
         try:
-            connection.send_encoded(content[0])
+            connection.send_encoded(reply[0])
         except (OSError, ValueError):
             log.debug("a reply to %s waits for its next connection", self.member.name)
 
@@ -449,3 +410,9 @@ class Request:
     def caller(self) -> "Member":
         """Who asked."""
         return self.session.member
+
+
+def _numbers(payload: Any) -> Any:
+    """The request ids in the payload of an acknowledgement."""
+    whole = len(payload) // 8 * 8
+    return memoryview(payload)[:whole].cast("B").cast("Q") if whole else ()

@@ -1,0 +1,89 @@
+"""At most once: what became of a caller's requests, so that one that comes again is not run again. Pure.
+
+A request is running, then answered, then acknowledged: the caller has the reply and will not ask again. Until then the
+reply is kept. What was acknowledged in order is one number; what was acknowledged by name, because an older request
+still runs, is a few ranges. Notices have no reply and nobody acknowledges them, so the latest are remembered.
+
+Several threads serve one caller. Each step of a request changes the tables in the order in which `take` reads them: one
+that is in neither has never been run, or is acknowledged.
+"""
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from telegrad.rpc.ranges import Ranges
+
+KEPT_NOTICES = 256  # a caller sends so many again over a new connection
+_REMEMBERED_NOTICES = 4 * KEPT_NOTICES
+
+Reply = tuple[Any, ...]  # what goes back to the caller, as pieces or as encoded bytes
+NEW: Reply = ()
+
+
+class AtMostOnce:
+    """The requests and notices of one caller."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, tuple[type, float]] = {}  # what is being served and since when, by request id
+        self.answering: dict[int, None] = {}  # no longer running, not yet sent: a worker that leaves waits for these
+        self.replies: dict[int, Reply] = {}  # answered, but not yet known to have arrived
+        self.acknowledged = 0  # every reply below has arrived
+        self._forgotten = Ranges()  # answered, and acknowledged by name though an older request still runs
+        self._noticed: dict[int, None] = {}  # notices taken lately, oldest first
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<AtMostOnce: {len(self.running)} running, {len(self.replies)} kept, below {self.acknowledged} done>"
+
+    def take(self, request_id: int, kind: type) -> Reply | None:
+        """A request came: NEW if it is to be run now, its reply if that has to be sent again, None if neither."""
+        with self._lock:  # the same request may come twice, from two connections, to two threads
+            if request_id in self.running:
+                return None
+            reply = self.replies.get(request_id)
+            if reply is not None:
+                return reply
+            if request_id < self.acknowledged or request_id in self._forgotten:
+                return None
+            self.running[request_id] = (kind, time.monotonic())
+            return NEW
+
+    def answer(self, request_id: int, reply: Reply) -> None:
+        """A request has been run. Remembered before the reply is sent: the acknowledgement may come first."""
+        self.replies[request_id] = reply
+        self.answering[request_id] = None
+        self.running.pop(request_id, None)
+
+    def shorten(self, request_id: int, encoded: bytes) -> None:
+        """Keep a reply that went over the socket in one piece as bytes, so that no tensor outlives it."""
+        if request_id in self.replies:
+            self.replies[request_id] = (encoded,)
+
+    def acknowledge(self, limit: int) -> None:
+        """All replies below `limit` have arrived."""
+        self.acknowledged = limit
+        for request_id in list(self.replies):  # a copy: other threads reply meanwhile
+            if request_id < limit:
+                self.replies.pop(request_id, None)
+        if self._forgotten:
+            with self._lock:
+                self._forgotten.drop_below(limit)
+
+    def acknowledge_named(self, request_ids: Iterable[int]) -> None:
+        """These replies have arrived, though an older request still runs; that they were run stays known."""
+        with self._lock:
+            for request_id in request_ids:
+                if self.replies.pop(request_id, None) is not None:
+                    self._forgotten.add(request_id)
+
+    def is_news(self, notice_id: int) -> bool:
+        """A notice came: whether it has not been taken before. One without a number always is."""
+        with self._lock:
+            known = notice_id in self._noticed
+            if notice_id:
+                self._noticed[notice_id] = None
+                while len(self._noticed) > _REMEMBERED_NOTICES:
+                    del self._noticed[next(iter(self._noticed))]
+        return not known
