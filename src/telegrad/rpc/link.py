@@ -129,6 +129,7 @@ class Link:
                 raise
         self.last_heard = time.monotonic()
         connection.after_hold = self._arm
+        connection.copier.ask_for_help = self.agent.crew.submit
         self.agent.crew.watch(connection.stream.fileno(), self._readable, armed=False)
         self._connection = connection  # only now may others send: what came before is on its way
         self._settled.set()

@@ -104,6 +104,7 @@ class Session:
         if old is not None:
             self._detach(old)
         connection.on_blocked = self._writing_waits
+        connection.copier.ask_for_help = self.agent.crew.submit
         self.agent.crew.watch(connection.stream.fileno(), self.ready, armed=True)
 
     # --- serving ---

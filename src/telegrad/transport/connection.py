@@ -5,7 +5,6 @@ one copy by the sender, none by the receiver. The notices that keep the blocks i
 business; nobody above sees them.
 """
 
-import ctypes
 import functools
 import logging
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks import Borrower, Heap, Lender
+from telegrad.transport.copying import Copier
 from telegrad.transport.stream import Stream
 from telegrad.wire.frames import INLINE, Frame, FrameReader, Kind, SegmentSpec, align, encode_prefix
 from telegrad.wire.messages import AnyMessage, ReleaseBlocks, RetireBlocks
@@ -56,6 +56,7 @@ class Connection:
         self._lender = Lender() if stream.lane is not None else None
         self._sharing = True  # until there turns out to be no shared memory
         self._borrower = Borrower()
+        self.copier = Copier()
         self._outbox: deque[bytes] = deque()
         self.after_hold: Callable[[], None] = _nothing  # called when what was held back has been written in time
         self.closed = False
@@ -213,7 +214,7 @@ class Connection:
             return None
         table, offset = [], 0
         for segment in segments:
-            ctypes.memmove(block.address + offset, segment.address, segment.nbytes)  # releases the GIL
+            self.copier.copy(block.address + offset, segment.address, segment.nbytes)
             table.append(SegmentSpec(segment.nbytes, block.number, offset))
             offset += align(segment.nbytes)
         return table

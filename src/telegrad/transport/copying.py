@@ -1,0 +1,70 @@
+"""A large copy by several threads, while there are cores for them.
+
+The copy is cut into pieces, and whoever is free takes the next one. The caller takes pieces like the others and waits
+for nobody who has not begun: on a busy machine it does all of the work itself. If it had to wait for another's last
+piece, the machine is busy, and the next copies are made alone.
+"""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+
+ALONE_UP_TO = 4 * 2**20  # bytes that are copied before another thread would have woken
+_PIECE = 2**20
+_MOST_HELPERS = 3  # a few cores take all the memory's bandwidth
+_LONG = 0.5e-3  # a wait for one piece that shows that its thread lost its core
+_REST = 32  # copies to make alone then
+
+AskForHelp = Callable[[Callable[[], None]], None]
+
+
+class Copier:
+    """Copies memory; `ask_for_help` has a function run in another thread, now or later, or never."""
+
+    def __init__(self, ask_for_help: AskForHelp | None = None) -> None:
+        self.ask_for_help = ask_for_help
+        self._helpers = min(len(os.sched_getaffinity(0)) - 1, _MOST_HELPERS)
+        self._resting = 0
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy `nbytes` from one address to another; returns when all is done."""
+        if nbytes <= ALONE_UP_TO or self.ask_for_help is None or self._resting:
+            self._resting -= self._resting > 0
+            ctypes.memmove(target, source, nbytes)  # releases the GIL
+            return
+        job = _Job(target, source, nbytes)
+        turns = [threading.Lock() for _ in range(self._helpers)]
+        for turn in turns:
+            self.ask_for_help(lambda turn=turn: job.help(turn))  # type: ignore[misc]
+        job.work()
+        begun = time.perf_counter()
+        for turn in turns:
+            with turn:  # held by one who is still at it; who comes later finds nothing left to do
+                pass
+        if time.perf_counter() - begun > _LONG:
+            self._resting = _REST
+
+
+class _Job:
+    """One copy that is under way."""
+
+    __slots__ = ("_nbytes", "_offsets", "_source", "_target")
+
+    def __init__(self, target: int, source: int, nbytes: int) -> None:
+        self._target = target
+        self._source = source
+        self._nbytes = nbytes
+        self._offsets = iter(range(0, nbytes, _PIECE))  # each `next` is one step under the GIL: no piece is taken twice
+
+    def work(self) -> None:
+        """Copy pieces until none is left to take."""
+        for offset in self._offsets:
+            size = min(_PIECE, self._nbytes - offset)
+            ctypes.memmove(self._target + offset, self._source + offset, size)
+
+    def help(self, turn: threading.Lock) -> None:
+        """The same in another thread, under a lock that tells the caller when this one has finished its last piece."""
+        with turn:
+            self.work()

@@ -1,0 +1,89 @@
+"""Copies by several threads: all bytes arrive, whoever helps, and nobody is waited for who has not begun."""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from telegrad.transport import copying
+from telegrad.transport.copying import ALONE_UP_TO, Copier
+
+SIZES = [0, 1, ALONE_UP_TO, ALONE_UP_TO + 1, 5 * 2**20, 9 * 2**20 + 12_345]
+
+
+@pytest.fixture(autouse=True)
+def two_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with three cores."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+
+
+class Memory:
+    """Some bytes that differ from place to place, and room for as many."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.source = (ctypes.c_uint8 * (nbytes + 1)).from_buffer(bytearray(bytes(range(251)) * (nbytes // 251 + 1)))
+        self.target = (ctypes.c_uint8 * (nbytes + 1)).from_buffer(bytearray(nbytes + 1))
+        self.nbytes = nbytes
+
+    def copied_by(self, copier: Copier) -> bool:
+        copier.copy(ctypes.addressof(self.target), ctypes.addressof(self.source), self.nbytes)
+        same = bytes(self.target)[: self.nbytes] == bytes(self.source)[: self.nbytes]
+        return same and self.target[self.nbytes] == 0
+
+
+@pytest.fixture
+def in_threads() -> Iterator[Callable[[Callable[[], None]], None]]:
+    started: list[threading.Thread] = []
+
+    def ask_for_help(work: Callable[[], None]) -> None:
+        started.append(threading.Thread(target=work))
+        started[-1].start()
+
+    yield ask_for_help
+    for each in started:
+        each.join(10)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_all_bytes_arrive(nbytes: int, in_threads: Callable[[Callable[[], None]], None]) -> None:
+    assert Memory(nbytes).copied_by(Copier(in_threads))
+    assert Memory(nbytes).copied_by(Copier())
+
+
+def test_help_that_comes_late_finds_nothing_to_do() -> None:
+    asked: list[Callable[[], None]] = []
+    memory = Memory(8 * 2**20)
+    assert memory.copied_by(Copier(asked.append))
+    memory.target[0] = 77
+    for work in asked:
+        work()
+    assert len(asked) == 2
+    assert memory.target[0] == 77
+
+
+def test_who_has_begun_is_waited_for_and_the_next_copies_are_made_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, asked = threading.Event(), threading.Event(), []
+    move, caller = ctypes.memmove, threading.current_thread()
+
+    def slow_elsewhere(*args: int) -> None:
+        if threading.current_thread() is not caller:
+            begun.set()
+            assert go_on.wait(10)
+        elif args[2] < 2**20:  # the caller's last piece
+            assert begun.wait(10)
+            threading.Timer(0.05, go_on.set).start()
+        move(*args)
+
+    def ask_for_help(work: Callable[[], None]) -> None:
+        asked.append(work)
+        if len(asked) == 1:
+            threading.Thread(target=work, daemon=True).start()
+            assert begun.wait(10)
+
+    monkeypatch.setattr(copying.ctypes, "memmove", slow_elsewhere)
+    copier = Copier(ask_for_help)
+    assert Memory(5 * 2**20 + 1).copied_by(copier)
+    assert len(asked) == 2
+    assert Memory(5 * 2**20 + 1).copied_by(copier)
+    assert len(asked) == 2
