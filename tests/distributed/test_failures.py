@@ -156,7 +156,7 @@ def wait_at(other: str, path: str) -> Any:
 def cut_my_connections() -> None:
     """As if the network had dropped every connection of this process, in and out."""
     agent = require_agent()
-    connections = [link._connection for link in agent.links()] + [s.connection for s in agent.sessions()]
+    connections = [link.current for link in agent.links()] + [s.connection for s in agent.sessions()]
     for connection in connections:
         with contextlib.suppress(OSError, AttributeError):  # not there, or lost this very moment
             connection.stream._socket.shutdown(socket.SHUT_RDWR)

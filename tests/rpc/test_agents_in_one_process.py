@@ -201,7 +201,7 @@ def test_a_reply_lost_with_its_connection_is_sent_again(two: dict[str, Agent]) -
 
 def _cut(by: str) -> None:
     if by == "caller":
-        connection = agents["a"].link(agents["b"].member)._connection
+        connection = agents["a"].link(agents["b"].member).current
     else:
         (session,) = [s for s in agents["b"].sessions() if s.member.name == "a"]
         connection = session.connection

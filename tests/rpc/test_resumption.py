@@ -177,12 +177,12 @@ class World:
         for wire in self.wires:
             if wire.to_callee:
                 found[f"take {wire.number}"] = lambda wire=wire: self.take(wire)
-            if wire.to_caller and free and self.link._connection is wire.caller:
+            if wire.to_caller and free and self.link.current is wire.caller:
                 found[f"read {wire.number}"] = lambda wire=wire: self.read(wire)
             if not wire.is_cut and self.left["cut"]:
                 found[f"cut {wire.number}"] = lambda wire=wire: self.cut(wire)
-            if wire.is_cut and free and self.link._connection is wire.caller:
-                found[f"caller notices {wire.number}"] = lambda wire=wire: self.link._lost(wire.caller)
+            if wire.is_cut and free and self.link.current is wire.caller:
+                found[f"caller notices {wire.number}"] = lambda wire=wire: self.link.lost(wire.caller)
             if wire.is_cut and not wire.callee.closed:
                 found[f"callee notices {wire.number}"] = lambda wire=wire: self.callee_notices(wire)
             if wire.to_callee and wire.callee.closed:  # replaced before all was read
@@ -216,12 +216,12 @@ class World:
         self.session._serve_unhurried()
 
     def read(self, wire: Wire) -> None:
-        """As `Link._receive` does with one frame."""
+        """As `Replies._receive` does with one frame."""
         frame = _frame(wire.to_caller.popleft())
-        self.link._take(frame)
+        self.link.replies._take(frame)
         if self.by_name:
-            self.link._acknowledge(wire.caller)  # type: ignore[arg-type]
-        self.link._flush(wire.caller)  # type: ignore[arg-type]
+            self.link.replies._acknowledge(wire.caller)  # type: ignore[arg-type]
+        self.link.replies._flush(wire.caller)  # type: ignore[arg-type]
 
     def cut(self, wire: Wire) -> None:
         self.left["cut"] -= 1
@@ -276,9 +276,9 @@ class World:
             tuple(sorted(self.late.items())),
             tuple(sorted(self.noticed.items())),
             (tuple(link.pending._slots), tuple(sorted(link.pending._given_up)), link.pending._lowest),
-            (tuple(link._received), link._state, len(link._notices), len(self.lost)),
+            (tuple(link.replies._received), link.replies.state, len(link._notices), len(self.lost)),
             (tuple(requests.replies), tuple(requests.running), requests.acknowledged, repr(requests._forgotten)),
-            (link._connection is None, session.connection is None),
+            (link.current is None, session.connection is None),
         )
 
 

@@ -1,0 +1,248 @@
+"""Who reads the replies of a link, and what becomes of each.
+
+The thread that waits for a reply reads it itself: no other thread has to wake up for it. While one thread reads, others
+that wait on the same link sleep; the reader completes their slots as replies come and passes the reading on when its
+own is there. Replies nobody waits for in person (futures) are read by the crew.
+
+    IDLE      nothing is expected, or nobody looks
+    ARMED     the crew is told by the kernel when a reply comes
+    READING   a thread reads
+"""
+
+import array
+import logging
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from telegrad.errors import ProtocolError
+from telegrad.rpc.blocking import blocking, local
+from telegrad.rpc.flusher import BURST, LAZY
+from telegrad.rpc.pending import FOREVER, Slot
+from telegrad.rpc.spin import Spinner
+from telegrad.transport.connection import Connection
+from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.messages import Ack, Goodbye
+
+if TYPE_CHECKING:
+    from telegrad.rpc.link import Link
+
+log = logging.getLogger("telegrad.rpc")
+
+IDLE, ARMED, READING = "idle", "armed", "reading"
+BURST_CALLS = 16  # calls in flight from which on small ones may wait a moment to share a write
+_MOST_UNACKNOWLEDGED = 256  # replies that the worker may have to remember for a caller that asks nothing more
+_LOOK_AGAIN_SECONDS = 1.0
+
+
+class Replies:
+    """The reading end of a link."""
+
+    def __init__(self, link: "Link") -> None:
+        self._link = link
+        self._agent = link.agent
+        self._pending = link.pending
+        self.state = IDLE
+        self.last_heard = 0.0
+        self.last_asked = 0.0  # when a call was held back in a burst
+        self._received: list[int] = []  # replies since the last acknowledgement
+        self._lock = threading.Lock()
+        self._waiters: deque[Slot] = deque()
+        self._spinner = Spinner()
+
+    # --- waiting ---
+
+    def wait(self, slot: Slot) -> None:
+        """Return when `slot` is done; raises RpcTimeout at its deadline, unless `slot.complete` takes the error."""
+        while not slot.done:
+            with self._lock:
+                if self.state == READING:
+                    if slot.wake is None:
+                        slot.wake = threading.Lock()
+                        slot.wake.acquire()
+                    if slot.done:
+                        return  # completed before there was a lock to release
+                    self._waiters.append(slot)
+                    reads = False
+                else:
+                    connection = self._link.current
+                    if self.state == ARMED and connection is not None:
+                        self._agent.crew.disarm(connection.stream.fileno())
+                    self.state = READING
+                    reads = True
+            if reads:
+                try:
+                    self._read_until(slot)
+                finally:
+                    self._stop_reading()
+            else:
+                self._sleep_until_woken(slot)
+            if not slot.done and slot.deadline <= time.monotonic():
+                if self._pending.give_up(slot.request_id) is None:
+                    continue  # it is being completed by another thread this very moment
+                slot.done = True
+                with self._lock:
+                    if self.state == IDLE:  # the reading may have been passed to this thread as it woke by itself
+                        self._pass_on()
+                if slot.complete is not None:  # its future says so, now and whenever it is asked again
+                    slot.error = self._link.timeout_error(slot)
+                    slot.complete(slot)
+                    return
+                raise self._link.timeout_error(slot)
+
+    def _sleep_until_woken(self, slot: Slot) -> None:
+        left = -1.0 if slot.deadline == FOREVER else max(0.0, slot.deadline - time.monotonic())
+        with blocking():
+            woken = slot.wake.acquire(timeout=left)
+        if woken and slot.done:
+            slot.wake.release()  # several threads may wait for one future: each wakes the next
+        with self._lock:
+            if slot in self._waiters:
+                self._waiters.remove(slot)
+
+    def _read_until(self, slot: Slot) -> None:
+        spinner = self._spinner
+        crew = self._agent.crew
+        disturbs = crew.works if local.turn is None else crew.another_works
+        while not slot.done:
+            connection = self._link.current
+            if connection is None:  # lost: the agent dials again, or finds that the worker is dead
+                left = slot.deadline - time.monotonic()
+                with blocking():
+                    self._link.settled.wait(max(0.0, min(left, 3600.0)))
+                if left <= 0:
+                    return
+                continue
+            if not spinner.wait(connection.stream.readable, disturbs):
+                left = slot.deadline - time.monotonic()
+                if left <= 0:
+                    return
+                with blocking():
+                    # Not for ever: the descriptor may be closed, and its number used again, before this sleeps.
+                    ready = connection.stream.readable(min(left, _LOOK_AGAIN_SECONDS))
+                if not ready:
+                    continue
+            self._receive(connection)
+
+    def _stop_reading(self, woken: bool = False) -> None:
+        with self._lock:
+            self._pass_on()
+            connection = self._link.current
+            if woken and self.state == IDLE and connection is not None:
+                # The event that woke the crew is spent: have the kernel tell of the worker's end again.
+                self._agent.crew.disarm(connection.stream.fileno())
+
+    def _pass_on(self) -> None:
+        """Under the lock: let one who waits read, or the crew if others wait for futures only."""
+        self.state = IDLE
+        while self._waiters:
+            heir = self._waiters.popleft()
+            if not heir.done:
+                heir.wake.release()
+                return
+        connection = self._link.current
+        if connection is None:
+            return
+        if len(self._pending) > BURST_CALLS and time.monotonic() - self.last_asked < BURST:
+            self._agent.flusher.within(BURST, connection)  # calls keep coming: read their replies together
+        elif self._pending or self._pending.has_overdue:
+            self.state = ARMED
+            self._agent.crew.arm(connection.stream.fileno())
+
+    def arm(self) -> None:
+        """Have the crew look for replies, unless a thread reads already."""
+        with self._lock:
+            connection = self._link.current
+            if self.state == IDLE and connection is not None:
+                self.state = ARMED
+                self._agent.crew.arm(connection.stream.fileno())
+
+    def unwatched(self) -> None:
+        """The connection is lost: the kernel tells the crew nothing more. A thread that reads goes on with the next."""
+        with self._lock:
+            if self.state == ARMED:
+                self.state = IDLE
+
+    def readable(self) -> None:
+        """The crew: the kernel says that a reply came, or that the worker ended while nothing was expected of it."""
+        with self._lock:
+            connection = self._link.current
+            if self.state == READING or connection is None:
+                return
+            self.state = READING
+        try:
+            self._receive(connection)
+            while not connection.closed and connection.stream.readable(0):
+                self._receive(connection)
+        finally:
+            self._stop_reading(woken=True)
+
+    # --- receiving ---
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            frames = connection.receive()
+        except (OSError, ValueError):
+            frames = None
+        except ProtocolError as error:
+            log.error("closing the connection to %s: %s", self._link.member.name, error)
+            self._link.break_off(connection, error)
+            return
+        if frames is None:
+            self._link.lost(connection)
+            return
+        self.last_heard = time.monotonic()
+        for frame in frames:
+            self._take(frame)
+            if frame.is_large or len(self._received) > _MOST_UNACKNOWLEDGED:
+                self._acknowledge(connection)
+        self._flush(connection)
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind == Kind.NOTICE:
+            if type(frame.message) is Goodbye:
+                self._agent.said_goodbye(self._link.member)
+            return
+        self._received.append(frame.request_id)
+        slot = self._pending.take(frame.request_id)
+        if slot is None:
+            if self._pending.is_late(frame.request_id):
+                self._agent.late_reply(frame, self._link.member)
+            return
+        slot.frame = frame
+        self.finish(slot)
+
+    def _flush(self, connection: Connection) -> None:
+        """Send what waited for company."""
+        try:
+            connection.flush(deadline=time.monotonic())  # this thread reads: it must not wait until the worker does
+        except TimeoutError:
+            self._agent.flusher.within(LAZY, connection)
+        except (OSError, ValueError):
+            log.debug("what was held back for %s goes over its next connection", self._link.member.name)
+
+    def _acknowledge(self, connection: Connection) -> None:
+        """A large reply came, or many: let their sender forget them now rather than with the next request.
+
+        A header acknowledges all before the oldest request that waits. If that waits for long, those behind it must be
+        named, or their replies would pile up at the worker."""
+        received, self._received = self._received, []
+        lowest = self._pending.lowest()
+        named = array.array("Q", [request_id for request_id in received if request_id >= lowest])
+        try:
+            connection.send(Kind.NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)  # flushed by the reader
+        except (OSError, ValueError):
+            log.debug("an acknowledgement to %s was not delivered", self._link.member.name)
+
+    def finish(self, slot: Slot) -> None:
+        """A slot that was taken out of the table has its reply, or its error: let its caller go on."""
+        slot.done = True
+        if slot.complete is not None:
+            # Callbacks may run for long, and may wait for another reply of this link; this thread reads it.
+            self._agent.complete(slot)
+        if slot.wake is not None:
+            try:
+                slot.wake.release()
+            except RuntimeError:  # it woke by itself, at its deadline
+                pass
