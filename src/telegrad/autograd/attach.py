@@ -145,6 +145,8 @@ def serve_recorded(agent: Agent, request: Request) -> None:
     context.check_usable()
     caller = request.caller.worker_id
     context.participants.add(caller)
+    if agent.is_dead(request.caller):  # its end was told before it was known to have a part in this
+        registry.lost(request.caller)
     message_id = message.metadata.message_id
     if _has_gradients(request.frame):
         # Before anything else can fail: its Send must hear from here, with or without a Recv.

@@ -23,6 +23,7 @@ from telegrad.ids import (
 )
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.autograd")
 
@@ -48,6 +49,7 @@ class Registry:
         self._ended: dict[ContextId, None] = {}
         # Ends a context on all workers it reached; the engine, a layer above, puts its own way here.
         self.end_everywhere: Callable[[ContextId], object] = self.end
+        self.lost: Callable[[Member], object] = lambda _: None  # and here what it does about the end of a worker
 
     def __len__(self) -> int:
         return len(self._contexts)

@@ -9,7 +9,14 @@ from telegrad.engine.cleanup import end_context, serve_cleanup
 from telegrad.engine.rref_backward import install as install_rref_backward
 from telegrad.engine.service import Service
 from telegrad.rpc.agent import Agent
-from telegrad.wire.messages import AbortPass, BeginPass, CleanupAutogradContext, PropagateGradients, TooLateForPass
+from telegrad.wire.messages import (
+    AbortPass,
+    BeginPass,
+    CleanupAutogradContext,
+    ParticipantDied,
+    PropagateGradients,
+    TooLateForPass,
+)
 
 __all__ = ["backward", "backward_async", "end_context", "install"]
 
@@ -20,10 +27,12 @@ def install(agent: Agent) -> None:
     registry_of(agent).end_everywhere = partial(end_context, agent)
     service = Service(agent)
     agent.extensions[Service] = service
+    registry_of(agent).lost = service.lost
     agent.handlers[BeginPass] = service.serve_begin
     agent.handlers[PropagateGradients] = service.serve_gradients
     agent.handlers[TooLateForPass] = service.serve_too_late
     agent.handlers[AbortPass] = service.serve_abort
+    agent.handlers[ParticipantDied] = service.serve_participant_died
     agent.handlers[CleanupAutogradContext] = lambda request: serve_cleanup(agent, request)
     agent.on_death.append(service.lost)
     agent.wait_sources.append(service.waits)

@@ -25,9 +25,8 @@ def serve_cleanup(agent: Agent, request: Request) -> None:
 def _forget(agent: Agent, context_id: ContextId, told: tuple[WorkerId, ...]) -> None:
     registry: Registry = agent.extensions[Registry]
     service: Service = agent.extensions[Service]
-    context = registry.get(context_id)
+    context = registry.end(context_id)  # first: one that comes to know of it from here on sees that it has ended
     participants = set() if context is None else _others(context)
-    registry.end(context_id)
     service.forget(context_id)
     newcomers = participants.difference(told)
     if not newcomers or agent.closing:

@@ -12,6 +12,7 @@ root did not name brings it in itself, and names it when it is done.
 import logging
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,8 @@ from telegrad.wire.messages import (
     AnyMessage,
     AutogradMetadata,
     BeginPass,
+    CleanupAutogradContext,
+    ParticipantDied,
     PassDone,
     PropagateGradients,
     PropagateGradientsReply,
@@ -217,6 +220,7 @@ class Service:
         try:
             # Even if no call of that context has come: one may be on its way, and must find the pass begun.
             context = self.registry.join(message.context_id)
+            context.touch((request.caller.worker_id,))  # if that one dies, nobody else may know of this worker's part
         except ContextNotFound:
             self.agent.reply(request, PassDone((), ()))
             return
@@ -330,11 +334,35 @@ class Service:
             with self._lock:
                 pass_ = self._passes.get(context.context_id)
             if member.worker_id in context.participants or (pass_ is not None and pass_.root == member.worker_id):
-                text = f"worker {member.name!r}, which had a part in it, is gone."
-                error = WorkerDied(text, worker=member.name, incarnation=member.incarnation)
-                context.failure = error.again()
-                if pass_ is not None:
-                    pass_.fail(error)
+                self._spoil(context, member.name, member.incarnation)
+                if context.opened_by != self.here:
+                    # Perhaps only the dead knew that this worker has a part in it: then nobody would tell its end.
+                    self.agent.crew.submit(partial(self._tell_opener, context, member))
+
+    def _spoil(self, context: Context, dead: str, incarnation: int) -> None:
+        text = f"worker {dead!r}, which had a part in it, is gone."
+        error = WorkerDied(text, worker=dead, incarnation=incarnation)
+        context.failure = error.again()
+        with self._lock:
+            pass_ = self._passes.get(context.context_id)
+        if pass_ is not None:
+            pass_.fail(error)
+
+    def _tell_opener(self, context: Context, dead: Member) -> None:
+        opener = self.agent.directory.by_id(context.opened_by)
+        if opener is not None and not self.agent.is_dead(opener) and not context.ended:
+            self.agent.notify(opener, ParticipantDied(context.context_id, dead.name, dead.incarnation))
+
+    def serve_participant_died(self, request: Request) -> None:
+        """The handler of `ParticipantDied`, on the worker that opened the context."""
+        message = request.message
+        assert type(message) is ParticipantDied
+        context = self.registry.get(message.context_id)
+        if context is not None:
+            context.touch((request.caller.worker_id,))
+            self._spoil(context, message.dead, message.incarnation)
+        if context is None or context.ended:  # asked last: whoever ends it from here on tells all that it knows of
+            self.agent.notify(request.caller, CleanupAutogradContext(message.context_id, (self.here,)))
 
 
 def _ignore(slot: Slot) -> None:

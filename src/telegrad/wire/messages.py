@@ -216,6 +216,14 @@ class AbortPass(Message, frozen=True, tag=25):
     incarnation: int
 
 
+class ParticipantDied(Message, frozen=True, tag=27):
+    """You opened this context, in which I have a part, and so had a worker that died: you may know of neither."""
+
+    context_id: ContextId
+    dead: str
+    incarnation: int
+
+
 class CleanupAutogradContext(Message, frozen=True, tag=26):
     """This context has ended; forget it, and tell those you know of that are not among `told`."""
 
@@ -319,6 +327,7 @@ AnyMessage = (
     | TooLateForPass
     | PassDone
     | AbortPass
+    | ParticipantDied
     | CleanupAutogradContext
     | CleanupAutogradContextReply
     | RpcWithProfiling

@@ -1,0 +1,428 @@
+"""A backward pass over two and three workers through every order of its messages, with a death at every moment.
+
+Passes, rolls, services and contexts are real; the agents under them only queue what is to be sent, and the test moves
+it on, one message at a time. Requests to a worker arrive in their order, and so do its replies; all else is free: two
+workers, the deaths and who hears of them when. The root waits as it always does, and the world goes on inside its wait.
+
+Whatever the order: the root gets the right gradients, or a `WorkerDied` that names the dead; nobody else waits for
+anything afterwards; and after the end of the context nobody remembers it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.functions import SendNode, attach_recv
+from telegrad.autograd.registry import Registry
+from telegrad.engine.cleanup import end_context, serve_cleanup
+from telegrad.engine.roll import Roll
+from telegrad.engine.service import Service
+from telegrad.errors import WorkerDied
+from telegrad.ids import ContextId, WorkerId, draw_incarnation
+from telegrad.rpc.pending import FOREVER, Slot
+from telegrad.rpc.workers import Member
+from telegrad.wire.codec import Packed
+from telegrad.wire.messages import (
+    AbortPass,
+    AnyMessage,
+    BeginPass,
+    CleanupAutogradContext,
+    ParticipantDied,
+    PropagateGradients,
+    TooLateForPass,
+)
+from tests.exploring import Chance, SeenBefore, explore
+
+NOTHING = Packed(b"", [])
+
+
+class RootDied(BaseException):
+    """Ends the thread that waits for the pass, as the death of its process would."""
+
+
+class Worker:
+    """One worker, with as much of an agent as the engine uses."""
+
+    def __init__(self, world: "World", number: int) -> None:
+        self.world = world
+        self.member = Member(f"w{number}", WorkerId(number), draw_incarnation(0), (), 0)
+        self.info = self.member.info
+        self.name = self.member.name
+        self.alive = True
+        self.closing = False
+        self.heard_dead: set[str] = set()
+        self.asked: dict[str, list[Slot]] = {}  # without a reply yet, by worker
+        self.extensions: dict[type, Any] = {}
+        self.directory = SimpleNamespace(by_id=lambda worker: world.workers[worker].member)
+        self.crew = SimpleNamespace(submit=self.submit)
+        self.registry = self.extensions[Registry] = Registry(self)  # type: ignore[arg-type]
+        self.service = self.extensions[Service] = Service(self)  # type: ignore[arg-type]
+        self.weight = torch.tensor([2.0 + number], requires_grad=True)
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            BeginPass: self.service.serve_begin,
+            PropagateGradients: self.service.serve_gradients,
+            TooLateForPass: self.service.serve_too_late,
+            AbortPass: self.service.serve_abort,
+            ParticipantDied: self.service.serve_participant_died,
+            CleanupAutogradContext: lambda request: serve_cleanup(self, request),  # type: ignore[arg-type]
+        }
+
+    @property
+    def context(self) -> Context:
+        return self.registry.join(self.world.context_id)
+
+    # --- what the engine asks of its agent ---
+
+    def submit(self, task: Callable[[], None]) -> None:
+        task()  # it sends notices: when those arrive is free, when they leave decides nothing
+
+    def send(self, member: Member, message: AnyMessage, packed: Packed = NOTHING, **given: Any) -> Slot:
+        if member.name in self.heard_dead:
+            raise _death(member)
+        slot = Slot(given["what"], 0.0, FOREVER)
+        slot.complete = given["complete"]
+        self.asked.setdefault(member.name, []).append(slot)
+        self.world.put("request", self, member, (message, packed.tensors, slot))
+        return slot
+
+    def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
+        self.world.put("request", self, member, (message, [], None))
+
+    def reply(self, request: Any, message: AnyMessage, packed: Packed = NOTHING, lazy: bool = False) -> None:
+        self._answer(request, (message, packed.tensors, None))
+
+    def fail(self, request: Any, error: BaseException) -> None:
+        self._answer(request, (None, [], error))
+
+    def _answer(self, request: Any, content: tuple[Any, ...]) -> None:
+        if request.slot is not None:
+            assert not request.answered, f"{request.message} was answered twice"
+            request.answered = True
+            self.world.put("reply", self, request.caller, (request.slot, *content))
+
+    def received(self, request: Any) -> list[Tensor]:
+        return list(request.tensors)
+
+    def reply_frame(self, slot: Slot) -> Any:
+        if slot.error is not None:
+            raise slot.error
+        return slot.frame
+
+    def reply_tensors(self, slot: Slot) -> list[Tensor]:
+        return list(slot.frame.tensors)  # type: ignore[union-attr]
+
+    def is_dead(self, member: Member) -> bool:
+        return member.name in self.heard_dead
+
+    def link(self, member: Member) -> Any:
+        return SimpleNamespace(wait=self.world.until_done, look_out=lambda: None)
+
+    # --- what happens to it ---
+
+    def take_request(self, caller: Member, message: AnyMessage, tensors: list[Tensor], slot: Slot | None) -> None:
+        request = SimpleNamespace(message=message, tensors=tensors, slot=slot, caller=caller, answered=False)
+        try:
+            self.handlers[type(message)](request)
+        except Exception as error:
+            self.fail(request, error)
+
+    def take_reply(self, callee: Member, slot: Slot, message: AnyMessage, tensors: Any, error: Any) -> None:
+        self.asked[callee.name].remove(slot)
+        slot.frame = SimpleNamespace(message=message, tensors=tensors)  # type: ignore[assignment]
+        slot.error = error
+        self._finish(slot)
+
+    def _finish(self, slot: Slot) -> None:
+        slot.done = True
+        assert slot.complete is not None
+        slot.complete(slot)
+
+    def hear_of_death(self, dead: Member) -> None:
+        """What it asked the dead fails, and its engine is told."""
+        self.heard_dead.add(dead.name)
+        for slot in self.asked.pop(dead.name, []):
+            slot.error = _death(dead)
+            self._finish(slot)
+        self.service.lost(dead)
+
+
+def _death(member: Member) -> WorkerDied:
+    return WorkerDied(f"worker {member.name!r} is gone.", worker=member.name, incarnation=member.incarnation)
+
+
+class World:
+    """Workers, what is on its way between them, and what can happen next."""
+
+    def __init__(self, chance: Chance, size: int, victim: str | None) -> None:
+        self.chance = chance
+        self.streams: dict[tuple[str, str, str], deque[tuple[Any, ...]]] = {}
+        self.workers = [Worker(self, number) for number in range(size)]
+        self.root = self.workers[0]
+        self.victim = next((worker for worker in self.workers if worker.name == victim), None)
+        self.context_id: ContextId = self.root.registry.open().context_id
+        self.late_calls: deque[Callable[[], None]] = deque()  # messages of calls that have yet to arrive
+        self.position = ""  # where the root waits
+        self.over: BaseException | None = None  # why the test does not follow this world any further
+        self.roll: Roll | None = None
+        for worker in self.workers:
+            assert worker.context.context_id == self.context_id
+
+    # --- the forward pass ---
+
+    def carry(self, sender: Worker, receiver: Worker, value: Tensor) -> Tensor:
+        """What a message does to a tensor: a Send here, a Recv there."""
+        message_id = sender.registry.next_message_id()
+        sender.context.participants.add(receiver.member.worker_id)
+        sender.context.add_send(SendNode(message_id, receiver.member.worker_id, [value]))
+        receiver.context.participants.add(sender.member.worker_id)
+        ((arrived,), recv) = attach_recv([value.detach().clone()], message_id, sender.member.worker_id)
+        receiver.context.add_recv(recv)
+        return arrived
+
+    def send_late(self, sender: Worker, receiver: Worker, value: Tensor) -> None:
+        """A call whose message is still on its way when the pass begins; nobody waits for its result."""
+        message_id = sender.registry.next_message_id()
+        sender.context.participants.add(receiver.member.worker_id)
+        sender.context.add_send(SendNode(message_id, receiver.member.worker_id, [value]))
+        here = sender.member.worker_id
+
+        def arrive() -> None:
+            if receiver.alive and (context := receiver.registry.get(self.context_id)) is not None:
+                context.arrived(message_id, here)
+
+        self.late_calls.append(arrive)
+
+    # --- what can happen ---
+
+    def put(self, kind: str, sender: Worker, receiver: Member, content: tuple[Any, ...]) -> None:
+        if sender.alive and self.workers[receiver.worker_id].alive:
+            self.streams.setdefault((kind, sender.name, receiver.name), deque()).append(content)
+
+    def events(self) -> dict[str, Callable[[], None]]:
+        found: dict[str, Callable[[], None]] = {}
+        by_name = {worker.name: worker for worker in self.workers}
+        for (kind, sender, receiver), stream in self.streams.items():
+            if stream and by_name[receiver].alive and sender not in by_name[receiver].heard_dead:
+                found[f"{kind} {sender} to {receiver}"] = self._delivery(
+                    kind, by_name[sender], by_name[receiver], stream
+                )
+        if self.late_calls:
+            found["late call"] = self.late_call
+        if self.victim is not None and self.victim.alive:
+            found[f"{self.victim.name} dies"] = self.die
+        elif self.victim is not None:
+            dead = self.victim.member
+            for worker in self.workers:
+                if worker.alive and dead.name not in worker.heard_dead:
+                    found[f"{worker.name} hears"] = lambda worker=worker: worker.hear_of_death(dead)
+        return found
+
+    @staticmethod
+    def _delivery(kind: str, sender: Worker, receiver: Worker, stream: deque[tuple[Any, ...]]) -> Callable[[], None]:
+        take = receiver.take_request if kind == "request" else receiver.take_reply
+        return lambda: take(sender.member, *stream.popleft())
+
+    def late_call(self) -> None:
+        self.late_calls.popleft()()
+
+    def die(self) -> None:
+        assert self.victim is not None
+        self.victim.alive = False
+        for (_, _, receiver), stream in self.streams.items():
+            if receiver == self.victim.name:
+                stream.clear()
+        if self.victim is self.root and self.position:
+            raise RootDied
+
+    def step(self) -> None:
+        found = self.events()
+        try:
+            assert found, f"the root waits for {self.position}, and nothing more will happen"
+            self.chance.seen(self.state())
+        except (AssertionError, SeenBefore) as error:
+            self.over = error  # the root may take it for an error of the pass, and raise another
+            raise
+        found[self.chance.choose(list(found))]()
+
+    def until_done(self, slot: Slot) -> None:
+        while not slot.done:
+            self.step()
+
+    def drain(self) -> None:
+        """What is left after the root has returned, in two orders: the pass can only be forgotten any more."""
+        self.chance.seen(self.state())
+        end = self.chance.choose(["the rest", "the rest, backwards"])
+        while found := self.events():
+            name = list(found)[0 if end == "the rest" else -1]
+            self.chance.story.append(name)
+            found[name]()
+
+    def backward(self, root: Tensor) -> BaseException | None:
+        """The pass, from the worker that starts it; the error it ends with."""
+        self.roll = Roll(self.root.service, 600.0)
+        # Whoever waits for a bell lets the world take one step, and looks again.
+        self.roll._news = SimpleNamespace(ring=lambda: None, wait=lambda _: self.step())  # type: ignore[assignment]
+        self.position = "the pass"
+        try:
+            entries: list[Any] = [(get_gradient_edge(root), torch.ones_like(root))]
+            self.roll.wait(self.root.service.begin(self.root.context, False, entries, self.roll))
+            return None
+        except BaseException as error:
+            if self.over is not None:
+                raise self.over from None
+            return error
+        finally:
+            self.position = ""
+
+    def state(self) -> Hashable:
+        """All that decides what can happen from here on."""
+        roll = self.roll
+        return (
+            self.position,
+            frozenset((key, tuple(map(_show, stream))) for key, stream in self.streams.items() if stream),
+            tuple(self._state_of(worker) for worker in self.workers),
+            len(self.late_calls),
+            roll and (tuple(sorted(roll._open)), frozenset(roll._named), _kind(roll.error), roll._ended),
+            roll and tuple(slot.done for _, slot in roll._asked),
+        )
+
+    def _state_of(self, worker: Worker) -> Hashable:
+        context = worker.registry.get(self.context_id)
+        passes = tuple(
+            (
+                p.pass_id,
+                p.finished,
+                _kind(p.error),
+                tuple(p.unheard()),
+                tuple(key for key, _ in p._early),
+                frozenset(p.known),
+                frozenset(p.to_invite),
+                tuple(key for key, _ in p._for_root),
+                len(p._on_end),
+            )
+            for p in worker.service.passes()
+        )
+        knows = context and (frozenset(context.participants), _kind(context.failure), len(context.orphans))
+        return worker.alive, frozenset(worker.heard_dead), knows, passes
+
+
+def _show(content: tuple[Any, ...]) -> Hashable:
+    return tuple(repr(part) for part in content if not isinstance(part, Slot | list))
+
+
+def _kind(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__} {getattr(error, 'worker', '')}"
+
+
+# --- scenarios: the root tensor, and what each worker's weight and the input must get ---
+
+Forward = Callable[[World, Tensor], tuple[Tensor, dict[str, float]]]
+
+
+def there_and_back(world: World, x: Tensor) -> tuple[Tensor, dict[str, float]]:
+    w0, w1 = world.workers[:2]
+    y = world.carry(w1, w0, world.carry(w0, w1, x) * w1.weight)
+    return y * w0.weight, {"x": 6.0, "w0": 3.0, "w1": 2.0}
+
+
+def through_a_third(world: World, x: Tensor) -> tuple[Tensor, dict[str, float]]:
+    w0, w1, w2 = world.workers
+    inner = world.carry(w2, w1, world.carry(w1, w2, world.carry(w0, w1, x)) * w2.weight)
+    w0.context.touch({w2.member.worker_id})
+    return world.carry(w1, w0, inner * w1.weight), {"x": 12.0, "w1": 4.0, "w2": 3.0}
+
+
+def one_is_unused(world: World, x: Tensor) -> tuple[Tensor, dict[str, float]]:
+    w0, _, w2 = world.workers
+    world.carry(w2, w0, world.carry(w0, w2, x) * w2.weight)
+    return there_and_back(world, x)
+
+
+def root_does_not_know_one(world: World, x: Tensor) -> tuple[Tensor, dict[str, float]]:
+    w0, w1, w2 = world.workers
+    arrived = world.carry(w0, w1, x)
+    kept = world.carry(w2, w1, world.carry(w1, w2, arrived) * w2.weight)
+    return world.carry(w1, w0, kept * w1.weight), {"x": 12.0, "w1": 4.0, "w2": 3.0}
+
+
+def a_ring(world: World, x: Tensor) -> tuple[Tensor, dict[str, float]]:
+    w0, w1, w2 = world.workers
+    y = world.carry(w1, w2, world.carry(w0, w1, x) * w1.weight)
+    w0.context.touch({w2.member.worker_id})
+    return world.carry(w2, w0, y * w2.weight), {"x": 12.0, "w1": 4.0, "w2": 3.0}
+
+
+def a_late_call(world: World, x: Tensor) -> tuple[Tensor, dict[str, float]]:
+    w0, w1 = world.workers[:2]
+    found = there_and_back(world, x)
+    world.send_late(w0, w1, x * w0.weight)
+    return found
+
+
+SCENARIOS: dict[str, tuple[Forward, int]] = {
+    "there and back": (there_and_back, 2),
+    "through a third": (through_a_third, 3),
+    "one is unused": (one_is_unused, 3),
+    "the root does not know one": (root_does_not_know_one, 3),
+    "a ring": (a_ring, 3),
+    "a late call": (a_late_call, 2),
+}
+CASES = [(name, victim) for name, (_, size) in SCENARIOS.items() for victim in (None, *(f"w{i}" for i in range(size)))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # it takes seconds, but a machine may be busy
+@pytest.mark.parametrize(
+    ("name", "victim"), CASES, ids=[f"{name}, {victim or 'nobody'} dies" for name, victim in CASES]
+)
+def test_every_order(name: str, victim: str | None) -> None:
+    forward, size = SCENARIOS[name]
+
+    def run(chance: Chance) -> None:
+        world = World(chance, size, victim)
+        x = torch.ones(1, requires_grad=True)
+        root, expected = forward(world, x)
+        error = world.backward(root)
+        world.drain()
+        check(world, x, expected, error)
+
+    assert explore(run) > 0
+
+
+def check(world: World, x: Tensor, expected: dict[str, float], error: BaseException | None) -> None:
+    dead = world.victim if world.victim is not None and not world.victim.alive else None
+    if error is None:
+        if world.root.alive:  # else its context has ended everywhere
+            check_gradients(world, x, expected)
+    elif not isinstance(error, RootDied):
+        assert dead is not None, f"nobody died, and yet: {error!r}"
+        assert isinstance(error, WorkerDied), repr(error)
+        assert error.worker == dead.name, repr(error)
+    survivors = [worker for worker in world.workers if worker.alive]
+    for worker in survivors:
+        for pass_ in worker.service.passes():
+            assert pass_.finished, f"{worker.name} still waits: {pass_}"
+        assert not any(worker.asked.values()), f"{worker.name} has asked, and heard nothing"
+    if world.root.alive:
+        end_context(world.root, world.context_id)  # type: ignore[arg-type]
+        world.chance = Chance((), set())
+        world.drain()
+    for worker in survivors:
+        assert worker.registry.get(world.context_id) is None, f"{worker.name} remembers the context"
+        assert worker.service.passes() == []
+
+
+def check_gradients(world: World, x: Tensor, expected: dict[str, float]) -> None:
+    leaves = {"x": (world.root, x)} | {worker.name: (worker, worker.weight) for worker in world.workers}
+    for name, (worker, leaf) in leaves.items():
+        if worker.alive:
+            gradient = worker.context.gradients.get(leaf)
+            found = None if gradient is None else gradient.item()
+            assert found == expected.get(name), f"{name} has {found}"
