@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +39,10 @@ def start_agent(name: str, worker_id: int, **options: Any) -> Agent:
     given = RpcBackendOptions(**{"transports": ("memory",), "secret": "told to all", "heartbeat": 0.2, **options})
     listeners = Listeners(given.transports, "127.0.0.1")
     incarnation = draw_incarnation(next(_generations) % 1024)
-    member = Member(name, WorkerId(worker_id), incarnation, tuple(listeners.addresses), 0, host=host_identity())
+    # With its process: on a busy machine a silent worker is looked up, and found to be alive.
+    member = Member(
+        name, WorkerId(worker_id), incarnation, tuple(listeners.addresses), os.getpid(), host=host_identity()
+    )
     agent = Agent(member, b"told to all", given, listeners)
     register_handlers(agent)
     agent.start()

@@ -37,6 +37,7 @@ class Quiet:
     def __init__(self, *messages: AnyMessage) -> None:
         self._frames = [Frame(Kind.REQUEST, i + 1, 0, Head(m, (), ()), b"", None, 0) for i, m in enumerate(messages)]
         self.stream = SimpleNamespace(fileno=lambda: 0, readable=lambda _: False)
+        self.copier = SimpleNamespace()
 
     def receive(self) -> list[Frame]:
         frames, self._frames = self._frames, []

@@ -58,6 +58,7 @@ class End:
         self.stream = SimpleNamespace(fileno=lambda: wire.number, last_written=0.0)
         self.after_hold: Callable[[], None] = lambda: None
         self.on_blocked: Callable[[], None] = lambda: None
+        self.copier = SimpleNamespace()
 
     def send(
         self,
@@ -118,7 +119,8 @@ class World:
         self.suspended: list[Hashable] = []  # what is about to be sent, and waits until something else has happened
         self.told = notices
         self.lost: deque[str] = deque()  # what the agents have been told and have yet to act on
-        nothing = SimpleNamespace(at=_nothing, arm=_nothing, disarm=_nothing, forget=_nothing, watch=_nothing)
+        does = ("at", "arm", "disarm", "forget", "watch", "submit")
+        nothing = SimpleNamespace(**dict.fromkeys(does, _nothing))
         health = SimpleNamespace(patience=60.0, is_final=lambda *_: False, unreachable=lambda *_: WorkerDied("cut"))
         shared: dict[str, Any] = {"crew": nothing, "keeper": nothing, "health": health, "closing": False}
         shared["flusher"] = SimpleNamespace(within=lambda _, end: end.flush())
