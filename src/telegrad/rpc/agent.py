@@ -473,7 +473,7 @@ class Agent:
         if self.closing:
             link.close()
         else:
-            self.crew.submit(lambda: self.health.revive(link))
+            self.crew.attend(lambda: self.health.revive(link))
 
     def session_lost(self, session: Session) -> None:
         """A connection another worker had dialled ended."""

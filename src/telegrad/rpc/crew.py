@@ -83,6 +83,13 @@ class Crew:
         if not self._closed:
             os.eventfd_write(self._bell, 1)
 
+    def attend(self, task: Callable[[], None]) -> None:
+        """The same for what must not wait until a user's function is done, as it would if all threads are taken."""
+        if self._idle == 0 and not self._closed:
+            threading.Thread(target=self._guard, args=(task,), name=f"{self._name}-attendant", daemon=True).start()
+        else:
+            self.submit(task)
+
     # --- threads ---
 
     def sleeping(self, change: int) -> None:
@@ -104,6 +111,11 @@ class Crew:
     def exhausted(self) -> bool:
         """Whether no thread is left to take the next event."""
         return self._idle == 0
+
+    @property
+    def full(self) -> int:
+        """How many threads there are, if all are taken and no more may join; else 0."""
+        return len(self._threads) if self._idle == 0 and len(self._threads) >= _MOST_THREADS else 0
 
     def works(self) -> bool:
         """Whether some thread is handling something, and not waiting meanwhile."""
@@ -152,13 +164,13 @@ class Crew:
         return True
 
     def _handle(self, fd: int) -> None:
+        handler = self._run_task if fd == self._bell else self._handlers.get(fd)
+        if handler is not None:
+            self._guard(handler)
+
+    def _guard(self, task: Callable[[], None]) -> None:
         try:
-            if fd == self._bell:
-                self._run_task()
-            else:
-                handler = self._handlers.get(fd)
-                if handler is not None:
-                    handler()
+            task()
         except Exception:
             log.exception("a crew thread of %s met an unexpected error; it goes on", self._name)
 

@@ -21,7 +21,7 @@ from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import host_identity
 from telegrad.transport.connection import heap
 from telegrad.transport.handshake import Refused
-from telegrad.wire.messages import Ack, Ping
+from telegrad.wire.messages import Ack, Exhausted, Ping
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -47,6 +47,7 @@ class Health:
         self._stuck = 0
         self._handled = 0
         self._beating = False
+        self._was_full = False
         self._asking: set[int] = set()  # incarnations that are being asked by `_ask`
         # Workers that somebody here waits for without having asked them anything, such as those missing at a barrier.
         self.expected: list[Callable[[], list[Member]]] = []
@@ -120,7 +121,7 @@ class Health:
             silent = now - link.silent_since()
             if silent > self.patience and not self._is_excused(link, silent):
                 why = f"worker {link.member.name!r} has been silent for {silent:.1f} s and does not answer"
-                agent.crew.submit(functools.partial(agent.lost, link.member, why))
+                agent.crew.attend(functools.partial(agent.lost, link.member, why))
             elif silent > interval:
                 link.ping()
         for member in {m.worker_id: m for source in self.expected for m in source()}.values():
@@ -128,9 +129,18 @@ class Health:
             if not known and member.incarnation not in self._asking:
                 self._asking.add(member.incarnation)
                 agent.crew.submit(functools.partial(self._ask, member))
+        full = agent.crew.full
+        if full and not self._was_full:
+            log.warning(
+                "all %d threads of worker %r run what others asked; further requests wait. Calls in a "
+                "circle? `rpc.debug_waits(cluster=True)` shows them; `async def` functions need no thread",
+                full,
+                agent.info.name,
+            )
+        self._was_full = bool(full)
         for session in agent.sessions():
-            if session.paused:
-                session.ping()
+            if full or session.paused:
+                session.ping(Exhausted(full) if full else Ping())
         agent.keeper.at(now + interval / 2, self._beat)
 
     def _ask(self, member: Member) -> None:
@@ -219,4 +229,4 @@ class Health:
         link = agent.link(member)
         if link.connected:
             return  # its end will show there too
-        agent.crew.submit(lambda: self.revive(link))
+        agent.crew.attend(lambda: self.revive(link))

@@ -47,6 +47,7 @@ class Link:
         self.replies = Replies(self)
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
         self.look_out = self.replies.arm
+        self.exhausted = (0.0, 0)  # when the worker last said that all its threads are taken, and how many
         self.quiet_since = 0.0  # since when something is expected, for the heartbeat
         self.sent = 0
         self._function_numbers = itertools.count(1)
@@ -227,10 +228,16 @@ class Link:
 
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
+        said_at, threads = self.exhausted
+        state = "may still be running it. Pass a longer `timeout` if that is expected"
+        if said_at > slot.since:
+            state = (
+                f"says that all its {threads} threads are taken, so that this may not have begun. Do calls wait for "
+                "each other? `rpc.debug_waits(cluster=True)` shows them; `async def` functions need no thread"
+            )
         return RpcTimeout(
             f"RPC ran for more than set timeout ({round(slot.timeout * 1000)} ms) and will now be marked with an "
-            f"error: {slot.what()} did not return; worker {self.member.name!r} may still be running it. "
-            "Pass a longer `timeout` if that is expected"
+            f"error: {slot.what()} did not return; worker {self.member.name!r} {state}"
         )
 
     def died(self, slot: Slot) -> WorkerDied:

@@ -23,7 +23,7 @@ from telegrad.rpc.pending import FOREVER, Slot
 from telegrad.rpc.spin import Spinner
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
-from telegrad.wire.messages import Ack, Goodbye
+from telegrad.wire.messages import Ack, Exhausted, Goodbye
 
 if TYPE_CHECKING:
     from telegrad.rpc.link import Link
@@ -203,6 +203,8 @@ class Replies:
         if frame.kind == Kind.NOTICE:
             if type(frame.message) is Goodbye:
                 self._agent.said_goodbye(self._link.member)
+            elif type(frame.message) is Exhausted:
+                self._link.exhausted = (time.monotonic(), frame.message.threads)
             return
         self._received.append(frame.request_id)
         slot = self._pending.take(frame.request_id)

@@ -332,12 +332,12 @@ class Session:
         if connection is not None:
             connection.tidy(before)
 
-    def ping(self) -> None:
+    def ping(self, message: AnyMessage) -> None:
         """The keeper: let the caller know that this worker lives, though it reads nothing at the moment."""
         connection = self.connection
         if connection is not None:
             try:
-                connection.send(Kind.NOTICE, 0, 0, Ping(), deadline=time.monotonic())
+                connection.send(Kind.NOTICE, 0, 0, message, deadline=time.monotonic())
             except (OSError, ValueError):
                 log.debug("%s could not be told that this worker lives", self.member.name)
 

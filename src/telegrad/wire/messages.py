@@ -258,6 +258,12 @@ class Ping(Message, frozen=True, tag=40):
     """Are you there? Answered by an Ack, or by any other message."""
 
 
+class Exhausted(Message, frozen=True, tag=48):
+    """All my threads are taken by what was asked of me; what you ask waits until one is free."""
+
+    threads: int
+
+
 class Barrier(Message, frozen=True, tag=41):
     """I have reached the barrier `key`; the reply comes when all have. `activity` counts what I ever sent and
     served."""
@@ -333,6 +339,7 @@ AnyMessage = (
     | RpcWithProfiling
     | RpcWithProfilingReply
     | Ping
+    | Exhausted
     | Barrier
     | BarrierReply
     | ReleaseBlocks
