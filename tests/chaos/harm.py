@@ -129,10 +129,10 @@ def belongings() -> dict[str, int]:
         "open shared memory": sum("memfd" in name for name in descriptors),
         "mapped shared memory": Path("/proc/self/maps").read_text().count("memfd:telegrad"),
         "threads": threading.active_count(),
-        "sessions": len(agent.sessions()),
-        "links": sum(link.connected for link in agent.links()),
+        "sessions": len(agent.peers.sessions()),
+        "links": sum(link.connected for link in agent.peers.links()),
         "requests": len([what for what in agent.under_way() if "belongings" not in what]) - 1,  # this call aside
-        "overdue": sum(link.pending.has_overdue for link in agent.links()),
+        "overdue": sum(link.pending.has_overdue for link in agent.peers.links()),
         "contexts": len(registry_of(agent)),
         "passes": len(agent.extensions[Service].passes()),
         "references": len(references.owned) + len(references.used) + len(references.values),

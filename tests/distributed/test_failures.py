@@ -146,7 +146,7 @@ def contexts_here() -> int:
 
 def sessions_and_links() -> tuple[int, int]:
     agent = require_agent()
-    return len(agent.sessions()), sum(link.connected for link in agent.links())
+    return len(agent.peers.sessions()), sum(link.connected for link in agent.peers.links())
 
 
 def wait_at(other: str, path: str) -> Any:
@@ -156,7 +156,7 @@ def wait_at(other: str, path: str) -> Any:
 def cut_my_connections() -> None:
     """As if the network had dropped every connection of this process, in and out."""
     agent = require_agent()
-    connections = [link.current for link in agent.links()] + [s.connection for s in agent.sessions()]
+    connections = [link.current for link in agent.peers.links()] + [s.connection for s in agent.peers.sessions()]
     for connection in connections:
         with contextlib.suppress(OSError, AttributeError):  # not there, or lost this very moment
             connection.stream._socket.shutdown(socket.SHUT_RDWR)

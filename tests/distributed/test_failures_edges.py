@@ -146,7 +146,7 @@ async def wait_for_the_gate() -> int:
 
 def open_the_gate() -> int:
     _gate.set()
-    return max(session.running for session in require_agent().sessions())
+    return max(session.running for session in require_agent().peers.sessions())
 
 
 def threads_here() -> int:
@@ -173,7 +173,7 @@ def test_threads_do_not_grow_with_requests() -> None:
 
 
 def replies_remembered() -> int:
-    return sum(len(session.requests.replies) for session in require_agent().sessions())
+    return sum(len(session.requests.replies) for session in require_agent().peers.sessions())
 
 
 def test_a_long_call_does_not_make_the_replies_behind_it_pile_up() -> None:

@@ -46,7 +46,7 @@ def growth(since: int) -> int:
 
 def replies_kept() -> int:
     """Replies that this worker still remembers."""
-    return sum(len(session.requests.replies) for session in require_agent().sessions())
+    return sum(len(session.requests.replies) for session in require_agent().peers.sessions())
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def start_agent(name: str, worker_id: int, **options: Any) -> Agent:
 def introduce() -> None:
     """Tell every agent of all others."""
     for agent in agents.values():
-        agent.learn([other.member for other in agents.values()])
+        agent.peers.learn([other.member for other in agents.values()])
 
 
 def call(caller: str, to: str, func: Any, *args: Any, timeout: float = 20.0) -> Any:

@@ -152,7 +152,7 @@ def test_each_agent_is_sent_no_more_than_it_takes_in() -> None:
 def test_a_large_reply_is_forgotten_as_soon_as_it_has_arrived(two: dict[str, Agent], make: Any) -> None:
     for size in (100_000, 1_000_000):
         assert len(call("a", "b", make, size)) == size
-        wait_until(lambda: not any(session.requests.replies for session in agents["b"].sessions()))
+        wait_until(lambda: not any(session.requests.replies for session in agents["b"].peers.sessions()))
 
 
 # --- connections that end ---
@@ -160,7 +160,7 @@ def test_a_large_reply_is_forgotten_as_soon_as_it_has_arrived(two: dict[str, Age
 
 def test_a_connection_that_breaks_before_a_call(two: dict[str, Agent]) -> None:
     faults = Faults({"PythonCall": Plan(Fault.BREAK, times=2)})
-    agents["a"].fit_out = faults.on
+    agents["a"].door.fit_out = faults.on
     assert [call("a", "b", count, "x") for _ in range(3)] == [1, 2, 3]
     assert faults.happened("PythonCall") == 2
 
@@ -182,7 +182,7 @@ def test_a_reply_lost_with_its_connection_is_sent_again(two: dict[str, Agent]) -
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call, "a", "b", wait_at_gate, "once")
         assert entered.wait(10)
-        (session,) = [s for s in agents["b"].sessions() if s.member.name == "a"]
+        (session,) = [s for s in agents["b"].peers.sessions() if s.member.name == "a"]
         connection = session.connection
         assert connection is not None
         answered = threading.Event()
@@ -203,7 +203,7 @@ def _cut(by: str) -> None:
     if by == "caller":
         connection = agents["a"].link(agents["b"].member).current
     else:
-        (session,) = [s for s in agents["b"].sessions() if s.member.name == "a"]
+        (session,) = [s for s in agents["b"].peers.sessions() if s.member.name == "a"]
         connection = session.connection
     assert connection is not None
     connection.stream.close()
@@ -217,7 +217,7 @@ def test_a_record_of_leaving_takes_no_answer_away(two: dict[str, Agent]) -> None
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call, "a", "b", wait_at_gate, "last")
         assert entered.wait(10)
-        agents["a"].learn([msgspec.structs.replace(agents["b"].member, leaving=True)])
+        agents["a"].peers.learn([msgspec.structs.replace(agents["b"].member, leaving=True)])
         assert not agents["a"].is_dead(agents["b"].member)
         gate.set()
         assert waiting.result(10) == "last"
@@ -228,7 +228,7 @@ def test_a_record_of_leaving_takes_no_answer_away(two: dict[str, Agent]) -> None
 
 
 def test_a_record_of_leaving_of_one_never_met_is_its_end(two: dict[str, Agent]) -> None:
-    agents["a"].learn([msgspec.structs.replace(agents["b"].member, leaving=True)])
+    agents["a"].peers.learn([msgspec.structs.replace(agents["b"].member, leaving=True)])
     assert agents["a"].is_dead(agents["b"].member)
 
 
@@ -238,7 +238,7 @@ def test_one_that_left_comes_back_under_its_id_before_its_end_was_seen(two: dict
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call, "a", "b", wait_at_gate, "never answered")
         assert entered.wait(10)
-        agents["a"].learn([msgspec.structs.replace(before.member, leaving=True)])
+        agents["a"].peers.learn([msgspec.structs.replace(before.member, leaving=True)])
         agents["b"] = start_agent("b", 1)
         try:
             introduce()
@@ -266,7 +266,7 @@ def test_an_end_without_a_word(two: dict[str, Agent]) -> None:
 def test_the_last_answers_of_a_burst_are_delivered(two: dict[str, Agent]) -> None:
     """An answer that waits in its connection for company counts as given, and must leave before the goodbye."""
     call("a", "b", count, "warm")
-    (session,) = [s for s in agents["b"].sessions() if s.member.name == "a"]
+    (session,) = [s for s in agents["b"].peers.sessions() if s.member.name == "a"]
     connection = session.connection
     assert connection is not None
     send = connection.send
@@ -294,7 +294,7 @@ def test_a_listener_that_closed_refuses() -> None:
 
 
 def test_a_wrong_secret_is_refused_here_too(two: dict[str, Agent]) -> None:
-    agents["a"]._secret = b"another"
+    agents["a"].door.secret = b"another"
     with pytest.raises(AuthenticationError, match=r"'b'.*secret"):
         call("a", "b", count, "x")
     assert not ran

@@ -126,8 +126,8 @@ class World:
         shared["flusher"] = SimpleNamespace(within=lambda _, end: end.flush())
         self.link = Link(
             SimpleNamespace(  # type: ignore[arg-type]
-                dial=self.dial,
-                link_lost=lambda _: self.lost.append("redial"),
+                door=SimpleNamespace(dial=self.dial),
+                peers=SimpleNamespace(link_lost=lambda _: self.lost.append("redial")),
                 complete=lambda slot: slot.complete(slot),
                 late_reply=lambda frame, _: self.late.update([frame.request_id]),
                 **shared,
@@ -137,7 +137,7 @@ class World:
         )
         self.session = Session(
             SimpleNamespace(  # type: ignore[arg-type]
-                serve=self.serve, session_lost=_nothing, note_activity=_nothing, **shared
+                serve=self.serve, peers=SimpleNamespace(session_lost=_nothing), note_activity=_nothing, **shared
             ),
             CALLER,
             False,

@@ -96,7 +96,7 @@ def test_a_flood_of_half_open_connections(agent: Agent) -> None:
         with member(agent) as sock:  # one of ours still gets in
             assert sock.fileno() >= 0
         still_works()
-        assert len(agent._acceptor._half_open) <= MAX_HALF_OPEN
+        assert len(agent.door._acceptor._half_open) <= MAX_HALF_OPEN
 
 
 def test_out_of_descriptors_for_a_while(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +113,7 @@ def test_out_of_descriptors_for_a_while(agent: Agent, caplog: pytest.LogCaptureF
             assert time.monotonic() - start > 0.09
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        wait_until(lambda: len(agent._acceptor._half_open) == 1)
+        wait_until(lambda: len(agent.door._acceptor._half_open) == 1)
     still_works()
 
 
@@ -124,12 +124,12 @@ def _lowest_free() -> int:
 
 
 def test_the_wrong_secret_on_the_dialling_side(agent: Agent) -> None:
-    agent._secret, right = b"another", agent._secret
+    agent.door.secret, right = b"another", agent.door.secret
     try:
         with pytest.raises(AuthenticationError, match="'alone'"):
             rpc.rpc_sync("alone", os.getpid, timeout=5)
     finally:
-        agent._secret = right
+        agent.door.secret = right
     still_works()
 
 

@@ -188,7 +188,7 @@ def rpc_sync(
             if retries <= 0 or error.incarnation != member.incarnation:  # it lives, and tells of the end of another
                 raise
             retries -= 1
-            agent.wait_for_return(member, timeout if timeout > 0 else agent.rpc_timeout)
+            agent.peers.wait_for_return(member, timeout if timeout > 0 else agent.rpc_timeout)
 
 
 @overload

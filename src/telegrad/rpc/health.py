@@ -67,7 +67,7 @@ class Health:
         progress = crew.handled != self._handled
         self._handled = crew.handled
         served = False
-        for session in list(self._agent._sessions.values()):
+        for session in self._agent.peers.sessions():
             served = session.relieve() or served
         self._stuck = 0 if progress or not crew.exhausted else self._stuck + 1
         if self._stuck >= _STUCK_LOOKS:
@@ -103,9 +103,9 @@ class Health:
     def tidy(self, before: float) -> None:
         """Return the memory of blocks that have been idle since `before` on the monotonic clock."""
         heap.trim(before)
-        for link in self._agent.links():
+        for link in self._agent.peers.links():
             link.tidy(before)
-        for session in self._agent.sessions():
+        for session in self._agent.peers.sessions():
             session.tidy(before)
 
     def _beat(self) -> None:
@@ -114,7 +114,7 @@ class Health:
             return
         interval = agent.options.heartbeat
         now = time.monotonic()
-        for link in agent.links():
+        for link in agent.peers.links():
             if not link.pending or link.dead is not None:
                 link.quiet_since = now
                 continue
@@ -138,7 +138,7 @@ class Health:
                 agent.info.name,
             )
         self._was_full = bool(full)
-        for session in agent.sessions():
+        for session in agent.peers.sessions():
             if full or session.paused:
                 session.ping(Exhausted(full) if full else Ping())
         agent.keeper.at(now + interval / 2, self._beat)

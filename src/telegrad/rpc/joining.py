@@ -135,7 +135,7 @@ def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | N
             _check_clash(agent, members, member, world_size)
         except RendezvousError as clash:
             clashes.append(clash)
-        agent.learn([m for m in members if m.worker_id != member.worker_id])
+        agent.peers.learn([m for m in members if m.worker_id != member.worker_id])
         came.update(m.worker_id for m in members if generation_of(m.incarnation) >= generation)
 
     def present() -> set[int]:
@@ -143,7 +143,7 @@ def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | N
             raise clashes[0]
         return came | {int(m.worker_id) for m in agent.directory.members()}
 
-    agent.take_news = take  # a call that is served meanwhile may look for its own callee, and read the news first
+    agent.peers.take_news = take  # a call that is served meanwhile may look for its own callee, and read the news first
     try:
         _publish(place, member)  # before looking for clashes, so that both sides of one see it
         place.news(take)
@@ -153,7 +153,7 @@ def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | N
             if place.is_first and place.is_outdated(member.worker_id, member.incarnation):
                 raise _Outdated(f"worker {member.name!r} is not the first with its id")
     finally:
-        agent.take_news = agent.learn
+        agent.peers.take_news = agent.peers.learn
 
 
 def _publish(place: MeetingPlace, member: Member) -> None:

@@ -98,11 +98,11 @@ def wait_for_all(agent: Agent, timeout: float, leaving: bool = True) -> None:
         _deliver(agent, deadline)
         return
     # All leave together: those who are quicker have said so before the last barrier, and still take part in it.
-    agent.take_news = lambda members: agent.learn([m for m in members if not m.leaving])
+    agent.peers.take_news = lambda members: agent.peers.learn([m for m in members if not m.leaving])
     try:
         _wait_for_all_together(agent, deadline, timeout, leaving)
     finally:
-        agent.take_news = agent.learn
+        agent.peers.take_news = agent.peers.learn
     if leaving:
         _deliver(agent, deadline)
 
@@ -154,7 +154,7 @@ def _drain(agent: Agent, deadline: float, timeout: float) -> None:
 def _deliver(agent: Agent, deadline: float) -> None:
     """Give the last answers a moment to reach those who asked, who may be slow to take them in."""
     until = min(deadline, time.monotonic() + _DELIVERY_SECONDS)
-    for session in agent.sessions():
+    for session in agent.peers.sessions():
         session.deliver(until)
 
 

@@ -104,7 +104,7 @@ class Link:
         limit = time.monotonic() + self.agent.health.patience
         while True:
             # While a thread waits to write, somebody must read: the worker may be busy writing to us.
-            connection, self.main_by_value = self.agent.dial(self.member, self.number, self.replies.arm, deadline)
+            connection, self.main_by_value = self.agent.door.dial(self.member, self.number, self.replies.arm, deadline)
             try:
                 self._send_again(connection, limit)
                 break
@@ -293,7 +293,7 @@ class Link:
             self.settled.clear()
             self.current = None
             self.replies.unwatched()
-        self.agent.link_lost(self)
+        self.agent.peers.link_lost(self)
 
     def resume(self, deadline: float) -> None:
         """Replace a lost connection. TimeoutError at the deadline."""

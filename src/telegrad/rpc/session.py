@@ -238,7 +238,7 @@ class Session:
             if type(frame.message) is Ping:
                 self._send((Kind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
-                self.agent.caller_said_goodbye(self.member)
+                self.agent.peers.caller_said_goodbye(self.member)
             elif type(frame.message) is Ack:  # it has said most by its header
                 requests.acknowledge_named(_numbers(frame.payload))
             elif requests.is_news(frame.request_id):
@@ -318,7 +318,7 @@ class Session:
         if newer is not None:  # it came while this thread was busy with the old one, and its first event found no taker
             self.agent.crew.arm(newer.stream.fileno())
         if current:
-            self.agent.session_lost(self)
+            self.agent.peers.session_lost(self)
 
     def _detach(self, connection: Connection) -> None:
         with self._lock:

@@ -63,11 +63,11 @@ def waits_of(agent: "Agent") -> list[Wait]:
             f"call {slot.request_id} to {link.member.name}: {slot.what()}, for {now - slot.since:.1f} s",
             link.member.worker_id,
         )
-        for link in agent.links()
+        for link in agent.peers.links()
         for slot in link.pending.snapshot()
         if type(slot.resend[0]) is not DebugWaits
     ]
-    for session in agent.sessions():
+    for session in agent.peers.sessions():
         for kind, since in session.served():
             if kind is not DebugWaits:
                 waits.append(Wait(f"serves a {kind.__name__} of {session.member.name}, for {now - since:.1f} s"))

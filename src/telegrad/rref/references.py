@@ -88,7 +88,7 @@ class References:
         directory, worker_id = self.agent.directory, worker_id_of(peer)
         member = directory.by_id(worker_id)
         if member is None or peer_of(member) != peer:
-            self.agent.look_for_news()
+            self.agent.peers.look_for_news()
             member = directory.by_id(worker_id)
         return member if member is not None and peer_of(member) == peer else None
 
@@ -218,7 +218,7 @@ class References:
             )
         except (OSError, TelegradError) as error:
             log.debug("a %s to %s could not be sent: %s", type(message).__name__, member.name, error)
-            agent.link_lost(agent.link(member))  # find out whether it lives
+            agent.peers.link_lost(agent.link(member))  # find out whether it lives
             again = partial(agent.crew.submit, partial(self.tell, peer, message))
             agent.keeper.at(time.monotonic() + _AGAIN, again)
 
@@ -247,7 +247,7 @@ class References:
 
     def _settle_death(self, member: Member) -> None:
         # Whoever joined before the death may have handles from the dead, so all must be known before it is settled.
-        self.agent.look_for_news()
+        self.agent.peers.look_for_news()
         dead = peer_of(member)
         for other in self.agent.directory.members():
             if not self.agent.is_dead(other):

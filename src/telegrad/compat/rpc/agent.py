@@ -36,7 +36,7 @@ class RpcAgent:
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers, by id."""
-        self._agent.look_for_news()
+        self._agent.peers.look_for_news()
         return [member.info for member in self._agent.directory.members()]
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
@@ -60,10 +60,10 @@ class RpcAgent:
         info: dict[str, Any] = {
             "agent.thread_pool_size": agent.options.num_worker_threads,
             "agent.num_idle_threads": max(
-                0, agent.options.num_worker_threads - sum(s.running for s in agent.sessions())
+                0, agent.options.num_worker_threads - sum(s.running for s in agent.peers.sessions())
             ),
-            "agent.client_active_calls": sum(len(link.pending) for link in agent.links()),
-            "agent.server_active_calls": sum(session.running for session in agent.sessions()),
+            "agent.client_active_calls": sum(len(link.pending) for link in agent.peers.links()),
+            "agent.server_active_calls": sum(session.running for session in agent.peers.sessions()),
             "agent.calls_made": agent.calls_made,
             "agent.calls_served": agent.calls_served,
         }

@@ -71,7 +71,7 @@ def _start_with_faults(
     if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}")
     started = start_worker(name, rank, world_size or None, rpc_backend_options, store)
-    started.fit_out = rpc_backend_options.faults().on
+    started.door.fit_out = rpc_backend_options.faults().on
     agent = FaultyTensorPipeAgent(started)
     api._init_rpc_states(agent)
     return agent

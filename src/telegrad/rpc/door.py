@@ -1,0 +1,117 @@
+"""The door of a worker: how it introduces itself to those it dials, and whom it lets in.
+
+Both sides say who they are, which incarnation they mean, and what they can take. The proofs and the bytes of this are
+in `dialling.py`; here is what is said, and how long a worker that does not answer is dialled.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from telegrad.errors import AuthenticationError, ProtocolError, WorkerDied
+from telegrad.rpc.dialling import Acceptor, dial, main_fingerprint
+from telegrad.rpc.health import REDIAL_SECONDS
+from telegrad.rpc.workers import Member
+from telegrad.transport.addresses import Listeners
+from telegrad.transport.connection import Connection
+from telegrad.transport.handshake import Hello, Refused, Welcome
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+
+
+class Door:
+    """Dials other workers for one agent, and admits those that dial it."""
+
+    def __init__(self, agent: "Agent", secret: bytes, listeners: Listeners) -> None:
+        self._agent = agent
+        self.secret = secret
+        # What is done to each connection this worker dials; tests put faults there.
+        self.fit_out: Callable[[Connection], Connection] = lambda connection: connection
+        self._main = main_fingerprint()
+        self._acceptor = Acceptor(
+            listeners, secret, agent.options, agent.crew, agent.keeper, self._admit, self._admitted
+        )
+
+    def open(self) -> None:
+        """Begin to accept connections."""
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Accept no more."""
+        self._acceptor.close()
+
+    def dial(
+        self, member: Member, number: int, on_blocked: Callable[[], None], deadline: float
+    ) -> tuple[Connection, bool]:
+        """A new connection for a link, and whether functions of `__main__` must be sent whole over it.
+
+        WorkerDied if the worker does not answer, TimeoutError at the deadline of whoever asked for the connection."""
+        agent, me = self._agent, self._agent.member
+        hello = Hello(
+            me.worker_id,
+            me.name,
+            me.incarnation,
+            member.incarnation,
+            number,
+            agent.options.shared_memory,
+            self._main,
+            agent.options.max_message_bytes,
+        )
+        last_try = time.monotonic() + agent.options.connect_timeout
+        while True:
+            limit = min(deadline, last_try, time.monotonic() + agent.health.patience)
+            try:
+                connection, welcome = dial(member, hello, self._secret_of(member), agent.options, limit, on_blocked)
+            except Refused as error:
+                raise agent.health.unreachable(member, error) from error
+            except (AuthenticationError, ProtocolError) as error:
+                raise type(error)(f"connecting to worker {member.name!r}: {error}") from error
+            except WorkerDied:
+                raise
+            except OSError as error:
+                now = time.monotonic()
+                if now >= deadline:
+                    raise TimeoutError(f"worker {member.name!r} could not be reached in time: {error}") from error
+                if now >= last_try or agent.is_dead(member) or not agent.health.may_answer_yet(member, error):
+                    raise agent.health.unreachable(member, error) from error
+                time.sleep(REDIAL_SECONDS)
+            else:
+                return self.fit_out(connection), welcome.main_module != self._main
+
+    def _secret_of(self, member: Member) -> bytes:
+        """The job's secret; where none was given, the one that the worker has published where all meet."""
+        return self.secret if self._agent.options.secret is not None else member.secret or self.secret
+
+    def _admit(self, hello: Hello) -> Welcome:
+        """Whether a caller that proved itself is welcome, and as what."""
+        agent, me = self._agent, self._agent.member
+        if hello.wanted_incarnation not in (0, me.incarnation):
+            raise AuthenticationError(
+                f"worker {me.name!r} was started again (its incarnation is {me.incarnation}, "
+                f"not {hello.wanted_incarnation})"
+            )
+        if agent.closing:
+            raise AuthenticationError(f"worker {me.name!r} is shutting down")
+        if agent.peers.has_lost(hello.incarnation):
+            # What it had asked has been forgotten with it: to take it back could run a request twice.
+            raise AuthenticationError(
+                f"worker {me.name!r} holds {hello.name!r} for dead, after it closed or was silent for too long; "
+                "start it again"
+            )
+        known = agent.directory.by_id(hello.worker_id)
+        if known is None or known.incarnation != hello.incarnation:
+            agent.peers.look_for_news()  # it was started, or started again, since the last look
+        shared = hello.shared_memory and agent.options.shared_memory
+        return Welcome(
+            me.worker_id,
+            me.name,
+            me.incarnation,
+            agent.peers.knows(hello),
+            shared,
+            self._main,
+            agent.options.max_message_bytes,
+        )
+
+    def _admitted(self, hello: Hello, welcome: Welcome, connection: Connection) -> None:
+        self._agent.peers.serve(hello, connection, hello.main_module != self._main)

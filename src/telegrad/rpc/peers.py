@@ -1,0 +1,236 @@
+"""The other workers as this one knows them: a link to each that it asks, a session for each that asks it, who is gone.
+
+A worker that was started again is another one: links, sessions and ends are those of an incarnation. Once one is gone
+it stays gone, whatever is heard of it later, since what it had asked was forgotten with it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from telegrad.errors import NotInitialized, UnknownWorker, WorkerDied
+from telegrad.ids import Incarnation, WorkerId, generation_of
+from telegrad.rpc.link import Link
+from telegrad.rpc.session import Session
+from telegrad.rpc.workers import Member, WorkerInfo
+from telegrad.transport.connection import Connection
+from telegrad.transport.handshake import Hello
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+
+log = logging.getLogger("telegrad.rpc")
+
+
+def _key(hello: Hello) -> tuple[int, int, int]:
+    """A session serves one link of one incarnation of a worker, over all its connections."""
+    return (hello.worker_id, hello.incarnation, hello.link)
+
+
+class Peers:
+    """Links, sessions and ends of the other workers of one agent."""
+
+    def __init__(self, agent: "Agent") -> None:
+        self._agent = agent
+        self._directory = agent.directory
+        # What is done with records of members, whichever thread reads them.
+        self.take_news: Callable[[list[Member]], None] = self.learn
+        self._lock = threading.Lock()
+        self._links: dict[WorkerId, Link] = {}
+        self._link_numbers = 0
+        self._sessions: dict[tuple[int, int, int], Session] = {}
+        self._dead: dict[int, WorkerDied] = {}  # by incarnation
+
+    # --- who ---
+
+    def find(self, to: str | int | WorkerInfo) -> Member:
+        """The member meant by a name, an id or a WorkerInfo; asks the meeting place about one it is not linked with."""
+        member = self._known(to)
+        if (member is None or self._linked(member) is None) and not self._agent.closing:
+            self.look_for_news()  # it may be new, or have been started again
+            member = self._known(to)
+        if member is None:  # one that left is known to be dead: whatever is asked of it says so
+            member = self._directory.who_left(to.name if isinstance(to, WorkerInfo) else to)
+        if member is None:
+            raise self._directory.unknown(to)
+        return member
+
+    def _known(self, to: str | int | WorkerInfo) -> Member | None:
+        if isinstance(to, str):
+            return self._directory.by_name(to)
+        if isinstance(to, WorkerInfo):
+            member = self._directory.by_id(to.id)
+            return member if member is not None and member.name == to.name else None
+        if isinstance(to, int) and not isinstance(to, bool):
+            return self._directory.by_id(to)
+        raise UnknownWorker(
+            f"Cannot get WorkerInfo from name {to!r}: a worker is named by its name, its rank or its WorkerInfo"
+        )
+
+    def look_for_news(self) -> None:
+        """Read what others published since the last time."""
+        if self._agent.place is None:
+            return
+        try:
+            self._agent.place.news(self.take_news)
+        except RuntimeError as error:
+            log.debug("the meeting place does not answer: %s", error)
+
+    def learn(self, members: Sequence[Member]) -> None:
+        """Take in records of members."""
+        for gone in self._directory.update(members):
+            if gone.incarnation == self._agent.member.incarnation:
+                continue
+            if self._directory.has_left(gone):
+                self._leaves(gone, f"worker {gone.name!r} has left")
+            else:
+                self.lost(gone, f"worker {gone.name!r} was started again")
+
+    def wait_for_return(self, member: Member, seconds: float) -> None:
+        """Wait until a worker that died is back under its name; raises what ended it at the deadline."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.look_for_news()
+            known = self._directory.by_name(member.name)
+            if known is not None and known.incarnation != member.incarnation:
+                return
+            if time.monotonic() >= deadline or self._agent.closing:
+                raise WorkerDied(
+                    f"worker {member.name!r} ended and was not started again within {seconds:g} s.",
+                    worker=member.name,
+                    incarnation=member.incarnation,
+                )
+            time.sleep(0.02)
+
+    # --- links ---
+
+    def link(self, member: Member) -> Link:
+        """The link to this incarnation of a worker."""
+        link = self._links.get(member.worker_id)
+        if link is not None and link.member.incarnation == member.incarnation:
+            return link
+        if self._agent.closing:
+            raise NotInitialized(
+                f"worker {self._agent.info.name!r} is shutting down; nothing can be asked of {member.name!r} now"
+            )
+        if link is not None:  # two have this id: the one started first is gone, whatever was still expected of it
+            first = min(link.member, member, key=lambda m: generation_of(m.incarnation))
+            self.lost(first, f"worker {first.name!r} was started again")
+        with self._lock:
+            link = self._links.get(member.worker_id)
+            if link is None or link.member.incarnation != member.incarnation:
+                self._link_numbers += 1
+                new = Link(self._agent, member, self._link_numbers)
+                new.dead = self._dead.get(member.incarnation)
+                if link is None or new.dead is None:
+                    self._links[member.worker_id] = new
+                link = new
+            return link
+
+    def _linked(self, member: Member) -> Link | None:
+        """The link to this incarnation of a worker if it is connected: then the worker's end will show there."""
+        link = self._links.get(member.worker_id)
+        connected = link is not None and link.connected and link.member.incarnation == member.incarnation
+        return link if connected else None
+
+    def links(self) -> list[Link]:
+        """All links there are."""
+        with self._lock:
+            return list(self._links.values())
+
+    # --- sessions ---
+
+    def sessions(self) -> list[Session]:
+        """All sessions there are."""
+        with self._lock:
+            return list(self._sessions.values())
+
+    def knows(self, hello: Hello) -> bool:
+        """Whether there is a session for the link that a caller dials for."""
+        return _key(hello) in self._sessions
+
+    def serve(self, hello: Hello, connection: Connection, main_by_value: bool) -> None:
+        """Serve what a caller that was let in asks over a connection, its first or the next."""
+        with self._lock:
+            if hello.incarnation in self._dead:  # found dead between its welcome and now
+                connection.close()
+                return
+            session = self._sessions.get(_key(hello))
+            if session is None:
+                known = self._directory.by_id(hello.worker_id)
+                if known is None or known.incarnation != hello.incarnation:
+                    known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
+                session = self._sessions[_key(hello)] = Session(self._agent, known, main_by_value)
+        session.attach(connection)
+
+    # --- who is gone ---
+
+    def link_lost(self, link: Link) -> None:
+        """A connection this worker had dialled ended."""
+        if self._agent.closing:
+            link.close()
+        else:
+            self._agent.crew.attend(lambda: self._agent.health.revive(link))
+
+    def session_lost(self, session: Session) -> None:
+        """A connection another worker had dialled ended."""
+        if not self._agent.closing:
+            self._agent.health.caller_lost(session)
+
+    def said_goodbye(self, member: Member) -> None:
+        """A worker left on purpose."""
+        self.lost(member, f"worker {member.name!r} has shut down", departed=True)
+
+    def caller_said_goodbye(self, member: Member) -> None:
+        """A worker that calls this one left on purpose."""
+        self._leaves(member, f"worker {member.name!r} has shut down")
+
+    def _leaves(self, member: Member, why: str) -> None:
+        """Somebody says that a worker leaves. What it answered before comes over the link, and then its end."""
+        link = self._linked(member)
+        if link is not None:
+            link.look_out()
+        else:
+            self.lost(member, why, departed=True)
+
+    def lost(self, member: Member, why: str, departed: bool = False) -> None:
+        """A worker is gone: everything that waits on it ends now."""
+        with self._lock:
+            if member.incarnation in self._dead:
+                return
+            error = WorkerDied(
+                f"{why} (incarnation {member.incarnation:x}). What it held is lost; repeat the work on another worker, "
+                "or after it was started again.",
+                worker=member.name,
+                incarnation=member.incarnation,
+            )
+            self._dead[member.incarnation] = error
+            link = self._links.get(member.worker_id)
+            sessions = [key for key in self._sessions if key[1] == member.incarnation]
+            closed = [self._sessions.pop(key) for key in sessions]
+        if not departed and not self._agent.closing:
+            log.warning("%s", why)
+        if link is not None and link.member.incarnation == member.incarnation:
+            link.fail(error)
+        for session in closed:
+            session.close()
+        for react in self._agent.on_death:
+            try:
+                react(member)
+            except Exception:
+                log.exception("reacting to the loss of %s failed", member.name)
+
+    def is_dead(self, member: Member) -> bool:
+        """Whether this incarnation of a worker is known to be gone."""
+        return member.incarnation in self._dead
+
+    def has_lost(self, incarnation: int) -> bool:
+        """The same, of one of whom no more than its incarnation is known."""
+        return incarnation in self._dead
+
+    def forget_all(self) -> None:
+        """The agent has closed every link and session."""
+        self._links.clear()
+        self._sessions.clear()
