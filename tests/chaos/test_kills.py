@@ -115,11 +115,12 @@ def one_round(supply: Supply, harm: Harm, tally: Tally) -> None:
         while after < 3:
             program, expected = supply.pop(0)
             supply.append((program, expected))
-            after += time.monotonic() > harm.done_at
+            began = time.monotonic()
+            after += began > harm.done_at
             try:
                 outcome = interpreter.distributed(program)
             except WorkerDied as error:
-                seconds = time.monotonic() - harm.done_at
+                seconds = time.monotonic() - max(began, harm.done_at)  # one that begins later cannot fail earlier
                 check_blame(harm, error, seconds)
                 tally.died += 1
                 tally.longest = max(tally.longest, seconds)
