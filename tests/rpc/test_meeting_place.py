@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from telegrad.errors import RendezvousError
 from telegrad.ids import Incarnation, WorkerId, draw_incarnation, generation_of
@@ -134,13 +134,23 @@ def test_the_second_to_open_joins_the_first(port: int, capfd: pytest.CaptureFixt
     first.set("a", "b")
     assert second.get("a") == b"b"
     assert hosting.place_of(second) == place
-    with hosting.watch(place) as watch:
+    with hosting.watch(place) as watch, hosting.watch_store(second, place) as beacon:
+        assert beacon.getpeername()[1] != port
         del first
         watch.settimeout(5)
         assert watch.recv(1) == b""
+        beacon.settimeout(5)
+        with pytest.raises(ConnectionResetError):
+            beacon.recv(1)
     with pytest.raises(ConnectionRefusedError):
         hosting.attempt(place, opens=False, seconds=5)
     assert capfd.readouterr().err == ""
+
+
+def test_a_store_without_a_beacon_is_watched_itself(port: int) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with hosting.watch_store(store, ("127.0.0.1", port)) as watch:
+        assert watch.getpeername()[1] == port
 
 
 def test_an_address_of_another_machine_is_not_taken() -> None:

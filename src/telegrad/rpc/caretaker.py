@@ -53,9 +53,12 @@ class Caretaker:
         self._drop_watch()
 
     def _look_at(self, where: hosting.Place) -> None:
+        store = self._place.store
         try:
-            sock = hosting.watch(where)
-        except OSError:
+            if store is None:
+                raise ConnectionResetError("the store has ended already")
+            sock = hosting.watch_store(store, where)
+        except (OSError, RuntimeError):
             self._lost()
             return
         sock.setblocking(False)

@@ -20,6 +20,7 @@ _END_ONLY = select.EPOLLRDHUP  # not armed: nothing but the end of the stream
 _IDLE_SECONDS = 10.0
 _KEEP_IDLE = 2
 _MOMENT = 0.1  # for what is handled without user code, with much to spare
+_STEP = 0.005
 _MOST_THREADS = 1024  # with those that wait for others; beyond, requests wait in their sockets
 
 
@@ -199,11 +200,12 @@ class Crew:
             threads = list(self._threads)
         os.eventfd_write(self._bell, 1)
         here = threading.current_thread()
-        now = time.monotonic()
+        began = time.monotonic()
         for thread in threads:
-            if thread is not here and thread.ident is not None:  # one just hired, not yet started, ends by itself
-                limit = now + (timeout if self._idle else min(timeout, _MOMENT))
-                thread.join(max(0.0, limit - time.monotonic()))
+            if thread is here:
+                continue
+            while thread.is_alive() and time.monotonic() - began < (timeout if self._idle else _MOMENT):
+                thread.join(_STEP)
         self._handlers.clear()
         self._epoll.close()
         os.close(self._bell)

@@ -2,13 +2,20 @@
 
 Whoever may open it tries to take the port: one gets it, the others connect. A bare connection beside torch's own tells
 when the store has ended: torch's client would find out only by being used, and would complain on stderr.
+
+That connection goes to a beacon: a socket beside the store that listens, says nothing and ends with it. The store
+itself looks up the name of whoever connects, and everyone waits while it does; a resolver that does not answer takes
+5 seconds. For the same reason it listens at an IPv4 address if that is what was given: addresses of IPv4 in the form of
+IPv6, which a socket for both sees, are not found in the hosts file.
 """
 
 import errno
 import os
 import socket
 import time
+import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
@@ -16,6 +23,9 @@ from torch._C._distributed_c10d import TCPStore
 
 _CONNECT_SECONDS = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
+_LISTENING = "0A"  # in /proc/net/tcp
+_BEACON = "telegrad/beacon"
+_BEACON_LOOKS = 50
 
 Place = tuple[str, int]  # host and port
 
@@ -66,10 +76,10 @@ def attempt(place: Place, *, opens: bool, seconds: float) -> TCPStore:
     host, port = place
     limit = timedelta(seconds=seconds)
     if opens:
-        taken = _take(port)
+        taken = _take(place)
         if taken is not None:
             # Shared with whatever else of torch's wants a store at this port in this process.
-            return TCPStore(
+            store = TCPStore(
                 host,
                 port,
                 is_master=True,
@@ -78,21 +88,68 @@ def attempt(place: Place, *, opens: bool, seconds: float) -> TCPStore:
                 multi_tenant=True,
                 master_listen_fd=taken.detach(),
             )
-    watch(place, min(seconds, _CONNECT_SECONDS)).close()  # torch's client says on stderr that nobody is there
+            _light_beacon(store, host)
+            return store
+    if not _listens_here(port):  # torch's client would say on stderr that nobody is there
+        watch(place, min(seconds, _CONNECT_SECONDS)).close()
     return TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
 
 
-def _take(port: int) -> socket.socket | None:
-    """A socket that listens at `port`; None if another does."""
-    both = socket.has_dualstack_ipv6()
+def _take(place: Place) -> socket.socket | None:
+    """A socket that listens at `place`; None if another does."""
     try:
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=2048, dualstack_ipv6=both
-        )
+        return _listener(place)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
         raise
+
+
+def _listener(place: Place) -> socket.socket:
+    host, port = place
+    both = socket.has_dualstack_ipv6() and not _is_ipv4(host)
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
+
+
+def _is_ipv4(host: str) -> bool:
+    try:
+        socket.inet_pton(socket.AF_INET, host)
+    except OSError:
+        return False
+    return True
+
+
+def _listens_here(port: int) -> bool:
+    """Whether a process of this machine is known to listen at `port`. Costs no connection."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, _, state, *_ = line.split()
+            if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+                return True
+    return False
+
+
+def _light_beacon(store: TCPStore, host: str) -> None:
+    beacon = _listener((host, 0))  # those who connect stay in its backlog, and are never accepted
+    weakref.finalize(store, beacon.close)
+    store.set(_BEACON, str(beacon.getsockname()[1]))
+
+
+def watch_store(store: TCPStore, place: Place) -> socket.socket:
+    """A connection that ends when the store at `place` does."""
+    for _ in range(_BEACON_LOOKS):  # whoever opened the store is about to say where
+        if store.check([_BEACON]):
+            try:
+                return watch((place[0], int(store.get(_BEACON))))
+            except OSError:
+                break  # between hosts there may be a wall that lets only the store's own port through
+        time.sleep(_FIRST_PAUSE)
+    return watch(place)
 
 
 def watch(place: Place, seconds: float = _CONNECT_SECONDS) -> socket.socket:
