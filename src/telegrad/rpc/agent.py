@@ -127,7 +127,7 @@ class Agent:
         packed: Packed = _NOTHING,
         *,
         timeout: float,
-        what: Callable[[], str],
+        what: str | Callable[[], str],
         complete: Callable[[Slot], None] | None = None,
         future: Future[Any] | None = None,
         definition: bytes = b"",
@@ -148,7 +148,7 @@ class Agent:
         slot.definition = definition
         link = self.link(member)
         if future is not None:
-            future.help = lambda: link.wait(slot)
+            future.awaited = (link, slot)
         link.request(slot, message, packed.payload, tensors, segments)
         return slot
 

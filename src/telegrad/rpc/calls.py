@@ -70,7 +70,7 @@ def start_call(
         message,
         packed,
         timeout=timeout if patience is None else patience,
-        what=lambda: f"{name_of(func)}() on worker {member.name!r}",
+        what=future.what if future is not None else lambda: f"{name_of(func)}() on worker {member.name!r}",
         definition=full,
         complete=complete,
         future=future,
@@ -94,7 +94,7 @@ def start_request(
     packed: Packed = NOTHING,
     *,
     timeout: float,
-    what: Callable[[], str],
+    what: str | Callable[[], str],
     definition: bytes = b"",
     complete: Complete | None = None,
     future: Future[Any] | None = None,
@@ -127,7 +127,7 @@ def wait_for_value(agent: Agent, member: Member, slot: Slot, on_reply: OnReply |
 
 def complete_future(agent: Agent, member: Member, future: Future[Any], on_reply: OnReply | None, slot: Slot) -> None:
     """The reply of a request came, or will not: complete its future."""
-    future.help = None
+    future.awaited = None
     try:
         value = agent.value(slot, member, on_reply)
     except BaseException as error:

@@ -27,8 +27,9 @@ class Future(torch.futures.Future[T]):
     def __init__(self, *, devices: list[Any] | None = None, what: str = "a call") -> None:
         torch._C.Future.__init__(self, [torch.device(d) for d in devices] if devices else [])
         self.what = what
-        # Reads replies until this future is done; owned by the link, dropped at completion.
-        self.help: Callable[[], None] | None = None
+        # The link that the reply will come on, and its slot there; dropped at completion. No closure: each object that
+        # a call leaves behind while it is in flight is one more for the garbage collector to walk.
+        self.awaited: tuple[Any, Any] | None = None
         self.has_callbacks = False
         self.settling = False  # whether a thread that must not run callbacks is about to complete it
         self._failure: _Failure | None = None
@@ -36,9 +37,10 @@ class Future(torch.futures.Future[T]):
     def wait(self) -> T:
         """The value, when it is there; raises what the call raised."""
         if not self.done():
-            help_in = self.help
-            if help_in is not None:
-                help_in()
+            awaited = self.awaited
+            if awaited is not None:
+                link, slot = awaited
+                link.wait(slot)
             if not self.done():
                 with blocking():
                     return cast(T, torch._C.Future.wait(self))
@@ -84,7 +86,7 @@ class Future(torch.futures.Future[T]):
             raise _without_traceback(error)
 
         torch._C.Future._set_unwrap_func(self, unwrap)
-        self.help = None
+        self.awaited = None
         torch._C.Future.set_result(self, _without_traceback(result))
 
     def __await__(self) -> Generator[Any, None, T]:

@@ -29,13 +29,13 @@ class Slot:
         "request_id",
         "resend",
         "since",
+        "subject",
         "timeout",
         "wake",
-        "what",
     )
 
-    def __init__(self, what: Callable[[], str], timeout: float, deadline: float) -> None:
-        self.what = what  # says in words what was asked; called for errors only
+    def __init__(self, subject: str | Callable[[], str], timeout: float, deadline: float) -> None:
+        self.subject = subject
         self.timeout = timeout
         self.deadline = deadline
         self.since = 0.0  # when it was asked
@@ -55,6 +55,10 @@ class Slot:
         # message has only the number that stands for it.
         self.resend: tuple[Any, ...] = ()
         self.definition = b""
+
+    def what(self) -> str:
+        """What was asked, in words."""
+        return self.subject if isinstance(self.subject, str) else self.subject()
 
     def whole(self) -> tuple[Any, ...]:
         """What to send if nothing sent before can be relied on."""
