@@ -14,6 +14,7 @@ import torch
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, RRefError, SerializationError
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.futures import Future
 from telegrad.rref import debug_info, references_of
 from tests.cluster import Cluster, cluster
 
@@ -404,6 +405,16 @@ def test_types(clean: Cluster) -> None:
     assert rpc.RRef(torch.ones(1))._get_type() is torch.Tensor
     with pytest.raises(ValueError, match="no type"):
         rpc.remote("worker1", fail, ("no type",))._get_type()
+
+
+def test_a_type_that_could_not_be_told_is_asked_for_again(clean: Cluster) -> None:
+    rref = rpc.remote("worker1", Counter, (1,))
+    failed: Future[type] = Future()
+    failed.set_exception(RpcTimeout("as before"))
+    rref._handle.type = failed
+    assert rref._get_type() is Counter
+    with pytest.raises(RpcTimeout, match="as before"):
+        failed.wait()
 
 
 # --- what fails ---

@@ -34,6 +34,11 @@ class Future(torch.futures.Future[T]):
         self.settling = False  # whether a thread that must not run callbacks is about to complete it
         self._failure: _Failure | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether an error has been set. Known a moment before the future is done, and so to whoever waited for it."""
+        return self._failure is not None
+
     def wait(self) -> T:
         """The value, when it is there; raises what the call raised."""
         if not self.done():

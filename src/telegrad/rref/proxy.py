@@ -59,22 +59,13 @@ def type_of(rref: "RRef[Any]", timeout: float) -> Future[type]:
     handle = rref._handle
     if isinstance(handle, OwnerHandle):
         return _rref_typeof_on_owner(handle.value)
-    if handle.type is not None:
+    if handle.type is not None and not handle.type.failed:  # else ask again: a timeout then says nothing about now
         return handle.type
     handle.check_usable("_get_type() on it")
     future: Future[type] = Future(what=f"the type of {rref}")
     _start(rref, _rref_typeof_on_owner, (), timeout, future)
     handle.type = future
-    future.add_done_callback(partial(_forget_failure, handle))
     return future
-
-
-def _forget_failure(handle: Any, future: Any) -> None:
-    """Ask again next time: a timeout now says nothing about later."""
-    try:
-        future.value()
-    except Exception:
-        handle.type = None
 
 
 def _start(rref: "RRef[Any]", invoke: Method, args: tuple[Any, ...], timeout: float, future: Future[Any] | None) -> Any:
