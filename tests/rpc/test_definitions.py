@@ -11,7 +11,8 @@ import pytest
 from telegrad.errors import ProtocolError
 from telegrad.ids import ContextId, ForkId, Incarnation, MessageId, RRefId, WorkerId
 from telegrad.rpc.invoke import resolve
-from telegrad.rpc.session import Request, Session
+from telegrad.rpc.request import Request
+from telegrad.rpc.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import Frame, Head, Kind

@@ -19,7 +19,8 @@ from telegrad.errors import WorkerDied
 from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.link import Link
 from telegrad.rpc.pending import FOREVER, Slot
-from telegrad.rpc.session import Request, Session
+from telegrad.rpc.request import Request
+from telegrad.rpc.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.wire.frames import Frame, Head, Kind
 from telegrad.wire.messages import Ack, AnyMessage, CleanupAutogradContext, Ping

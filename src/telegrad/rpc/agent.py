@@ -28,7 +28,8 @@ from telegrad.rpc.peers import Peers
 from telegrad.rpc.pending import FOREVER, Slot
 from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
 from telegrad.rpc.rendezvous import MeetingPlace
-from telegrad.rpc.session import NO_WORK, Request
+from telegrad.rpc.request import Request
+from telegrad.rpc.session import NO_WORK
 from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
 from telegrad.wire.codec import Packed

@@ -10,7 +10,7 @@ from telegrad.errors import TelegradError, WorkerDied
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.barrier import Book
 from telegrad.rpc.invoke import serve_call
-from telegrad.rpc.session import Request
+from telegrad.rpc.request import Request
 from telegrad.rpc.waits import install as install_waits
 from telegrad.rpc.workers import Member
 from telegrad.wire.messages import Barrier, BarrierReply, PythonCall

@@ -19,7 +19,8 @@ from telegrad.errors import ProtocolError, TelegradError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.link import Link
 from telegrad.rpc.packing import discard, pack_for, unpack_from
-from telegrad.rpc.session import Definition, Request, Session
+from telegrad.rpc.request import Request
+from telegrad.rpc.session import Definition, Session
 from telegrad.wire.codec import Packed, pack, unpack
 from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
 from telegrad.wire.tensors import rebuild

@@ -18,6 +18,7 @@ from telegrad.errors import ProtocolError
 from telegrad.rpc.at_most_once import NEW, AtMostOnce, Reply
 from telegrad.rpc.blocking import local
 from telegrad.rpc.flusher import LAZY
+from telegrad.rpc.request import Request
 from telegrad.rpc.spin import Spinner
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
@@ -387,30 +388,6 @@ class SessionTurn:
     def sleeping(self, change: int) -> None:
         """Count this thread among those that wait."""
         self.session.agent.crew.sleeping(change)
-
-
-class Request:
-    """One request being served. Handlers read it, and reply once, from any thread, now or later."""
-
-    __slots__ = ("frame", "message", "on_reply", "on_tensors", "scope", "session")
-
-    def __init__(self, session: Session, frame: Frame) -> None:
-        self.session = session
-        self.frame = frame
-        self.message: AnyMessage = frame.message
-        # Set by layers above that wrap calls: what to do with the tensors that came, and with the reply going out.
-        self.on_tensors: Any = None
-        self.on_reply: Any = None
-        # Makes the context in which a user's function runs.
-        self.scope: Any = None
-
-    def __repr__(self) -> str:
-        return f"<Request {self.frame.request_id} of {self.session.member.name!r}: {type(self.message).__name__}>"
-
-    @property
-    def caller(self) -> "Member":
-        """Who asked."""
-        return self.session.member
 
 
 def _numbers(payload: Any) -> Any:

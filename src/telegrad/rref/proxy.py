@@ -4,6 +4,7 @@ The owner is asked once for the type of the value, which tells whether the metho
 The calls carry the value as a loan: the handle stays here until they are done, so the owner need not count another.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
@@ -90,7 +91,7 @@ def _how_to_invoke(cls: Any, method: str) -> Method:
     return _invoke_async_execution if hasattr(getattr(cls, method), ASYNC_MARK) else _invoke
 
 
-class _Proxy:
+class _Proxy(ABC):
     """Attributes of a proxy are methods of the value."""
 
     def __init__(self, rref: "RRef[Any]", timeout: float) -> None:
@@ -100,8 +101,9 @@ class _Proxy:
     def __getattr__(self, method: str) -> Method:
         return partial(self._call, method)
 
+    @abstractmethod
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """Have the owner call the method."""
 
 
 class SyncProxy(_Proxy):

@@ -6,7 +6,7 @@ from typing import Any
 from telegrad.errors import RRefError
 from telegrad.rpc.invoke import run_call
 from telegrad.rpc.packing import pack_for
-from telegrad.rpc.session import Request
+from telegrad.rpc.request import Request
 from telegrad.rref.actions import Refuse, SendAck
 from telegrad.rref.outcome import Outcome, RemoteFailure
 from telegrad.rref.peers import PeerId, peer_of
