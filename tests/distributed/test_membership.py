@@ -33,6 +33,7 @@ from telegrad.rpc import hosting
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.rendezvous import MeetingPlace
 from tests.cluster import WAYS, cluster, end, join, process
+from tests.waiting import wait_until
 
 # --- what runs on the workers ---
 
@@ -116,13 +117,6 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
-
-
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import operator
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.transport.faulty import Fault, Faults, Plan
 from telegrad.transport.memory import MemoryListener, dial_memory
 from tests.rpc.agents import agents, call, introduce, office, start_agent
+from tests.waiting import wait_until
 
 ran: Counter[str] = Counter()
 gate = threading.Event()
@@ -42,13 +43,6 @@ def two(request: pytest.FixtureRequest) -> Iterator[dict[str, Agent]]:
 def three() -> Iterator[dict[str, Agent]]:
     with office("a", "b", "c") as made:
         yield made
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.002)
 
 
 # --- what runs on the agents ---

@@ -6,7 +6,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +20,7 @@ from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import receive_exactly
 from telegrad.wire.frames import HEADER, MAGIC, VERSION, Kind, encode_prefix
 from telegrad.wire.messages import Ack, PythonCall, ReleaseBlocks
+from tests.waiting import wait_until
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -52,13 +53,6 @@ def closed_by_peer(sock: socket.socket) -> bool:
     except ConnectionError:
         pass
     return True
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.005)
 
 
 REFUSED = {

@@ -157,7 +157,8 @@ def serve_recorded(agent: Agent, request: Request) -> None:
             raise AutogradError(f"context {context.context_id} ended before a call in it had returned")
         metadata = _record_send(registry, context, caller, tensors)
         others = context.participants
-        return RpcWithAutogradReply(metadata, reply, tuple(others) if len(others) > 1 else ())  # type: ignore[arg-type]
+        named = tuple(others) if len(others) > 1 else ()
+        return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
 
     request.message = message.call
     request.on_tensors = lambda tensors: _record_recv(context, caller, message_id, tensors)

@@ -4,7 +4,7 @@ import logging
 from numbers import Integral
 from typing import Any, NoReturn
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined] # torch's stubs lack it
 
 from telegrad.compat import autograd as dist_autograd
 from telegrad.compat.rpc import _utils, api, backend_registry, constants, functions, internal, options, rref_proxy
