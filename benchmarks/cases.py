@@ -22,11 +22,15 @@ MB = 1 << 20
 
 @dataclass(frozen=True)
 class Floor:
-    """The least a step must do, one after another: messages there and back, and copies of `megabytes` each."""
+    """The least a step must do, one after another: messages there and back, and copies of `megabytes` each.
+
+    `returns` counts the times that memory goes back where it came from, which takes a copy over sockets alone.
+    """
 
     round_trips: float = 0.0
-    copies: int = 0
     megabytes: int = 0
+    copies: int = 0
+    returns: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,12 +163,18 @@ CORE = (
     Case("tensors", "call with two 2x2 tensors", tensor_call, bar=5, aim=8, floor=Floor(1)),
     Case("in_flight", "1,000 calls in flight", calls_in_flight, operations=IN_FLIGHT, unit="calls/s", bar=8, aim=15),
     Case("remote", "remote and to_here", remote_and_to_here, bar=5, aim=8, floor=Floor(1)),
-    Case("echo1", "echo of 1 MB", echo(1), bar=3, aim=5, floor=Floor(1, 2, 1)),
-    Case("echo16", "echo of 16 MB", echo(16), unit="ms", bar=3.5, aim=6, floor=Floor(1, 2, 16)),
-    Case("echo128", "echo of 128 MB", echo(128), unit="ms", bar=5, aim=8, floor=Floor(1, 2, 128)),
+    Case("echo1", "echo of 1 MB", echo(1), bar=3, aim=5, floor=Floor(1, 1, copies=1, returns=1)),
+    Case("echo16", "echo of 16 MB", echo(16), unit="ms", bar=3.5, aim=6, floor=Floor(1, 16, copies=1, returns=1)),
+    Case("echo128", "echo of 128 MB", echo(128), unit="ms", bar=5, aim=8, floor=Floor(1, 128, copies=1, returns=1)),
     Case("autograd", "autograd step, 2x2", autograd_step(2, 2), bar=5, aim=8, floor=Floor(2)),
     Case(
-        "autograd16", "autograd step, 16 MB", autograd_step(2048, 2048), unit="ms", bar=3, aim=6, floor=Floor(2, 4, 16)
+        "autograd16",
+        "autograd step, 16 MB",
+        autograd_step(2048, 2048),
+        unit="ms",
+        bar=3,
+        aim=6,
+        floor=Floor(2, 16, copies=3, returns=1),
     ),
     # Forward waits for three calls within each other; backward makes four hops and one: two and a half round trips.
     Case("chain", "autograd step, chain of 4 workers", chain, workers=4, bar=5, aim=8, floor=Floor(5.5)),

@@ -45,8 +45,9 @@ class Limits:
             return None
         over_tcp = case.transport == apis.TCP
         round_trip = self.tcp_round_trip if over_tcp else self.unix_round_trip
-        copies = self.tcp_copy if over_tcp else self.touched_copy
-        return floor.round_trips * round_trip + (floor.copies * copies[floor.megabytes] if floor.copies else 0.0)
+        seconds = self.tcp_copy if over_tcp else self.touched_copy
+        copies = floor.copies + (floor.returns if over_tcp else 0)
+        return floor.round_trips * round_trip + (copies * seconds[floor.megabytes] if copies else 0.0)
 
     def lines(self) -> list[str]:
         def rates(copies: dict[int, float]) -> str:

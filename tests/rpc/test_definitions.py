@@ -51,7 +51,7 @@ def serving(serve: Callable[[Request], None], *messages: AnyMessage) -> tuple[Se
     crew = SimpleNamespace(
         watch=lambda *_, **__: None, arm=lambda _: None, submit=tasks.append, another_works=lambda: True
     )
-    agent: Any = SimpleNamespace(crew=crew, serve=serve, note_activity=lambda: None)
+    agent: Any = SimpleNamespace(crew=crew, helpers=SimpleNamespace(ask=None), serve=serve, note_activity=lambda: None)
     session = Session(agent, CALLER, False)
     session.attach(Quiet(*messages))  # type: ignore[arg-type]
     return session, tasks

@@ -120,10 +120,16 @@ class World:
         self.suspended: list[Hashable] = []  # what is about to be sent, and waits until something else has happened
         self.told = notices
         self.lost: deque[str] = deque()  # what the agents have been told and have yet to act on
-        does = ("at", "arm", "disarm", "forget", "watch", "submit")
+        does = ("at", "arm", "disarm", "forget", "watch", "submit", "ask")
         nothing = SimpleNamespace(**dict.fromkeys(does, _nothing))
         health = SimpleNamespace(patience=60.0, is_final=lambda *_: False, unreachable=lambda *_: WorkerDied("cut"))
-        shared: dict[str, Any] = {"crew": nothing, "keeper": nothing, "health": health, "closing": False}
+        shared: dict[str, Any] = {
+            "crew": nothing,
+            "helpers": nothing,
+            "keeper": nothing,
+            "health": health,
+            "closing": False,
+        }
         shared["flusher"] = SimpleNamespace(within=lambda _, end: end.flush())
         self.link = Link(
             SimpleNamespace(  # type: ignore[arg-type]

@@ -95,6 +95,11 @@ class LocalPass(Generic[K]):
         """How many nodes its graph has, once started."""
         return len(self._graph)
 
+    @property
+    def all_told(self) -> bool:
+        """Whether every Recv has been told. The engine runs them last of all: they were the first to be made."""
+        return not self._untold
+
     def start(self) -> None:
         """Walk the graph, and tell the Recvs that nothing reaches."""
         entries = [[edge.node for edge in edges] for edges in self._sends.values()]

@@ -136,7 +136,7 @@ class Pass:
         local = self._local
         if local is None or local.size > _FEW_NODES:
             return False
-        return sum(g.numel() * g.element_size() for g in gradients or () if g is not None) <= _FEW_BYTES
+        return local.all_told or sum(g.nbytes for g in gradients or () if g is not None) <= _FEW_BYTES
 
     def take_for_root(self) -> list[tuple[MessageId, Gradients | None]]:
         """What the answer to the root should carry."""

@@ -86,12 +86,13 @@ class Roll:
 
     def _hear(self, sender: Member, reply: PassDone, tensors: list[Tensor]) -> None:
         """Gradients that came with an answer, for Sends of this worker."""
-        arrived = iter(tensors)
         if sum(sum(present) for _, present in reply.gradients) != len(tensors):
             raise AutogradError(f"{len(tensors)} gradients came with an answer that names others: {reply.gradients}")
         pass_ = self._pass
+        tensors.reverse()
         for message_id, present in reply.gradients:
-            gradients = [next(arrived) if there else None for there in present] if present else None
+            # Taken out: a leaf keeps a gradient without a copy if nobody else holds it.
+            gradients = [tensors.pop() if there else None for there in present] if present else None
             if pass_ is not None:  # else it was given up
                 self._service.check(pass_.context, message_id, sender.worker_id, gradients)
                 pass_.hear(message_id, gradients)

@@ -292,6 +292,7 @@ class Service:
         for message_id, gradients in ended.take_for_root():
             carried.append((message_id, tuple([gradient is not None for gradient in gradients or ()])))
             tensors += [_to_send(gradient) for gradient in gradients or () if gradient is not None]
+        gradients = None  # so that memory that nobody else holds can go back without a copy
         participants = ended.context.participants | ended.known
         self.agent.reply(request, PassDone(tuple(participants), tuple(carried)), Packed(b"", tensors))
 

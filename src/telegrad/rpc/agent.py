@@ -32,9 +32,11 @@ from telegrad.rpc.request import Request
 from telegrad.rpc.session import NO_WORK
 from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
+from telegrad.transport.copying import Helpers
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import AnyMessage, ExceptionReply, Goodbye
+from telegrad.wire.returning import mark_spare, storages_of
 from telegrad.wire.tensors import describe, rebuild
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ class Agent:
         self.place = place
         self.caretaker: Caretaker | None = None
         self.crew = Crew(f"telegrad-{member.name}", options.num_worker_threads)
+        self.helpers = Helpers(f"telegrad-{member.name}")
         self.keeper = Keeper(f"telegrad-{member.name}")
         self.handlers: dict[type[Any], Handler] = {}
         self.flusher = Flusher(self.keeper)
@@ -230,6 +233,8 @@ class Agent:
         """The tensors that came with a request."""
         frame = request.frame
         tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
+        if frame.is_large:
+            request.came = storages_of(tensors)
         # The frame must not keep their memory: it belongs to the tensors alone.
         frame.buffers = []
         frame.data = None
@@ -252,6 +257,8 @@ class Agent:
             tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
             if tensors:
                 tensors = place(self.options, self.info.name, request.caller, tensors)
+                if request.came:
+                    segments = mark_spare(packed.tensors, segments, request.came)
         except Exception as error:
             take_back(packed)
             self.fail(request, error)
@@ -303,4 +310,5 @@ class Agent:
             session.close()
         self.keeper.close()
         self.crew.close()
+        self.helpers.close()
         self.peers.forget_all()

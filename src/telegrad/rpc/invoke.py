@@ -31,6 +31,8 @@ _BY_NAME = (FunctionType, BuiltinFunctionType, type)
 _MAX_FUNCTIONS = 4096
 _NOT_NUMBERED = 0
 
+LATER = object()  # instead of a result that is not there yet
+
 Result = Callable[[Any], None]
 Failure = Callable[[BaseException], None]
 
@@ -127,8 +129,9 @@ def resolve(session: Session, number: int) -> Any:
 
 def run_call(
     agent: Agent, request: Request, call: PythonCall | PythonRemoteCall, done: Result, failed: Failure | None = None
-) -> None:
-    """Run the call of a request and give its result to `done`, now or later.
+) -> Any:
+    """Run the call of a request. Returns its result, which nothing here holds any longer; or `LATER`, if the result
+    will be given to `done`.
 
     An error is raised if it comes at once, else it is given to `failed`, which is by default to reply with it.
     """
@@ -155,12 +158,12 @@ def run_call(
             result = func(*args, **kwargs)
     if isinstance(result, CoroutineType):
         agent_loop(agent).run(result, done, failed)
-    elif hasattr(func, ASYNC_MARK):
+        return LATER
+    if hasattr(func, ASYNC_MARK):
         del args, kwargs
         _when_done(func, result, done, failed)
-    else:
-        del args, kwargs
-        done(result)
+        return LATER
+    return result
 
 
 def _when_done(func: Any, result: Any, done: Result, failed: Failure) -> None:
@@ -188,7 +191,11 @@ def serve_call(agent: Agent, request: Request) -> None:
     def done(result: Any) -> None:
         agent.reply(request, PythonReply(), pack_for(agent, request.caller, result, main_by_value))
 
-    run_call(agent, request, message, done)
+    result = run_call(agent, request, message, done)
+    if result is not LATER:
+        packed = pack_for(agent, request.caller, result, main_by_value)
+        del result  # so that memory that nobody else holds can go back without a copy
+        agent.reply(request, PythonReply(), packed)
 
 
 class EventLoop:

@@ -117,7 +117,7 @@ class Link:
                 raise
         self.replies.last_heard = time.monotonic()
         connection.after_hold = self.replies.arm
-        connection.copier.ask_for_help = self.agent.crew.submit
+        connection.copier.ask_for_help = self.agent.helpers.ask
         self.agent.crew.watch(connection.stream.fileno(), self.replies.readable, armed=False)
         self.current = connection  # only now may others send: what came before is on its way
         self.settled.set()

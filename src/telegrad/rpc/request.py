@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 class Request:
     """One request being served. Handlers read it, and reply once, from any thread, now or later."""
 
-    __slots__ = ("frame", "message", "on_reply", "on_tensors", "scope", "session")
+    __slots__ = ("came", "frame", "message", "on_reply", "on_tensors", "scope", "session")
 
     def __init__(self, session: "Session", frame: Frame) -> None:
         self.session = session
         self.frame = frame
         self.message: AnyMessage = frame.message
+        self.came: frozenset[int] = frozenset()  # the storages of large tensors that came with it
         # Set by layers above that wrap calls: what to do with the tensors that came, and with the reply going out.
         self.on_tensors: Any = None
         self.on_reply: Any = None

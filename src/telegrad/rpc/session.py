@@ -105,7 +105,7 @@ class Session:
         if old is not None:
             self._detach(old)
         connection.on_blocked = self._writing_waits
-        connection.copier.ask_for_help = self.agent.crew.submit
+        connection.copier.ask_for_help = self.agent.helpers.ask
         self.agent.crew.watch(connection.stream.fileno(), self.ready, armed=True)
 
     # --- serving ---

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from telegrad.errors import RRefError
-from telegrad.rpc.invoke import run_call
+from telegrad.rpc.invoke import LATER, run_call
 from telegrad.rpc.packing import pack_for
 from telegrad.rpc.request import Request
 from telegrad.rref.actions import Refuse, SendAck
@@ -66,7 +66,9 @@ def serve_creation(references: References, request: Request) -> None:
         value.fail(RemoteFailure(error, agent.info))
 
     try:
-        run_call(agent, request, call, done, failed)
+        result = run_call(agent, request, call, done, failed)
+        if result is not LATER:
+            done(result)
     except Exception as error:
         failed(error)
 

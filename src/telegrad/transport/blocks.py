@@ -2,13 +2,16 @@
 
 Between two workers on one host a sender copies tensors once, into a block of shared memory it owns (`Lender`); the
 receiver's tensors alias that block (`Borrower`) until their storage is freed, and then the block goes back to the
-sender. Without shared memory the receiver reads into blocks of its own (`Heap`). Who may write to a block is never in
-doubt: its sender until the message is sent, its receiver until it is released.
+sender. A receiver that sends the memory back and keeps nothing of it copies nothing: the sender's own tensors alias the
+block then (`Lender.regain`), which is free again when both have let go of it. Without shared memory the receiver reads
+into blocks of its own (`Heap`). Who may write to a block is never in doubt: its sender until the message is sent, its
+receiver until it is released or sent back.
 
 A pool keeps what the traffic of the last moments used: whoever owns it calls `trim` now and then, and what has been
 idle for longer goes back to the system.
 """
 
+import bisect
 import ctypes
 import mmap
 import os
@@ -24,6 +27,7 @@ from telegrad.errors import ProtocolError
 MIN_BLOCK = 64 * 1024
 IDLE_LIMIT = 512 * 2**20  # bytes of unused blocks that a pool keeps for later
 MAX_BLOCK = 64 * 2**30
+MAX_NUMBER = 2**62
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -103,12 +107,18 @@ class Lender:
         self._lent: dict[int, Block] = {}
         self._next = 1
         self._retired: list[int] = []
+        self._regained: dict[int, int] = {}  # lent blocks that tensors here alias again, and how often
+        self._released: set[int] = set()  # of those, the ones that the peer has let go of
+        self._aliases: dict[int, weakref.ref[Any]] = {}
+        # Filled from weakref callbacks, which may run in any thread at any moment: append only, no lock.
+        self._let_go: deque[int] = deque()
         self.lent_bytes = 0
 
     def take(self, nbytes: int) -> Block:
         """A block of at least `nbytes`, lent from now on. Raises OSError where there is no shared memory to be had."""
         size = block_size(nbytes)
         with self._lock:
+            self._note_let_go()
             idle = self._idle.get(size)
             if idle:
                 block = idle.pop()
@@ -132,25 +142,62 @@ class Lender:
 
     def give_back(self, numbers: Iterable[int]) -> None:
         """The peer released these."""
-        now = time.monotonic()
         with self._lock:
+            self._note_let_go()
             for number in numbers:
-                block = self._lent.pop(number, None)
-                if block is None:
+                if number not in self._lent or number in self._released:
                     raise ProtocolError(f"the peer released block {number}, which it had not been lent")
-                self.lent_bytes -= block.size
-                if self._idle_bytes + block.size > self._idle_limit:
-                    block.close()
-                    self._retired.append(number)
+                if number in self._regained:
+                    self._released.add(number)
                 else:
-                    block.idle_since = now
-                    self._idle.setdefault(block.size, []).append(block)
-                    self._idle_bytes += block.size
+                    self._take_in(number)
+
+    def _take_in(self, number: int) -> None:
+        """Under the lock: nobody uses this block any more."""
+        block = self._lent.pop(number)
+        self.lent_bytes -= block.size
+        if self._idle_bytes + block.size > self._idle_limit:
+            block.close()
+            self._retired.append(number)
+        else:
+            block.idle_since = time.monotonic()
+            self._idle.setdefault(block.size, []).append(block)
+            self._idle_bytes += block.size
+
+    def regain(self, number: int) -> Any:
+        """The memory of a lent block, part of which the peer sent back."""
+        with self._lock:
+            if number not in self._lent or number in self._released:
+                raise ProtocolError(f"the peer sent back block {number}, which it had not been lent")
+            self._regained[number] = self._regained.get(number, 0) + 1
+            alias = self._lent[number].alias()
+        key = id(alias)
+
+        def freed(_: object, number: int = number, key: int = key) -> None:
+            self._aliases.pop(key, None)
+            self._let_go.append(number)
+
+        self._aliases[key] = weakref.ref(alias, freed)
+        return alias
+
+    def _note_let_go(self) -> None:
+        """Under the lock: take note of the blocks that nothing here aliases any more."""
+        while self._let_go:
+            number = self._let_go.popleft()
+            left = self._regained.get(number, 0) - 1  # none if the lender was closed meanwhile
+            if left > 0:
+                self._regained[number] = left
+            elif left == 0:
+                del self._regained[number]
+                if number in self._released:
+                    self._released.remove(number)
+                    self._take_in(number)
 
     def trim(self, before: float) -> None:
         """Retire the blocks that have been idle since `before` on the monotonic clock."""
         gone: list[Block] = []  # unmapped after the lock is free: that takes a while for large ones
         with self._lock:
+            self._note_let_go()
             for size, idle in list(self._idle.items()):
                 old = _count_idle_since(idle, before)
                 gone += idle[:old]
@@ -189,6 +236,8 @@ class Lender:
                 for block in idle:
                     block.close()
             self._lent.clear()
+            self._regained.clear()
+            self._released.clear()
             self._idle.clear()
             self._idle_bytes = self.lent_bytes = 0
 
@@ -198,6 +247,7 @@ class Borrower:
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
+        self._by_address: list[tuple[int, int]] = []  # where each block begins, and its number
         self._in_use: dict[int, weakref.ref[Any]] = {}
         # Filled from weakref callbacks, which may run in any thread at any moment: append only, no lock.
         self._released: deque[int] = deque()
@@ -210,8 +260,22 @@ class Borrower:
             block = Block(number, size, fd)
             block.fd = -1
             self._blocks[number] = block
+            self._sort()
         finally:
             os.close(fd)
+
+    def _sort(self) -> None:
+        self._by_address = sorted((block.address, number) for number, block in self._blocks.items())
+
+    def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """The block in use that this memory lies in, and the offset there; None if it lies elsewhere."""
+        place = bisect.bisect_right(self._by_address, (address, MAX_NUMBER)) - 1
+        if place < 0:
+            return None
+        begin, number = self._by_address[place]
+        if number not in self._in_use or address + nbytes > begin + self._blocks[number].size:
+            return None
+        return number, address - begin
 
     def __contains__(self, number: int) -> bool:
         return number in self._blocks
@@ -250,6 +314,7 @@ class Borrower:
         """The peer will not use these again."""
         for number in numbers:
             self._blocks.pop(number, None)
+        self._sort()
 
     @property
     def mapped(self) -> int:

@@ -18,7 +18,7 @@ from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks import Borrower, Heap, Lender
 from telegrad.transport.copying import Copier
 from telegrad.transport.stream import Stream
-from telegrad.wire.frames import INLINE, Frame, FrameReader, Kind, SegmentSpec, align, encode_prefix
+from telegrad.wire.frames import INLINE, Frame, FrameReader, Kind, SegmentSpec, align, encode_prefix, returned
 from telegrad.wire.messages import AnyMessage, ReleaseBlocks, RetireBlocks
 from telegrad.wire.tensors import Segment, TensorSpec, segment_bytes, segment_view
 
@@ -200,9 +200,12 @@ class Connection:
         return [encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), offset), payload, *data]
 
     def _fill_block(self, segments: Sequence[Segment]) -> list[SegmentSpec] | None:
-        """Copy the segments into one shared block; None if there is no shared memory to be had."""
+        """Copy the segments into one shared block, but for what is given back; None if there is no shared memory."""
         assert self._lender is not None and self.stream.lane is not None
-        size = sum(align(s.nbytes) for s in segments)
+        back = [self._to_return(segment) for segment in segments]
+        size = sum(align(s.nbytes) for s, at in zip(segments, back, strict=True) if at is None)
+        if not size:
+            return [at for at in back if at is not None]
         try:
             block = self._lender.take(size)
             if block.fd >= 0:
@@ -213,11 +216,19 @@ class Connection:
             _say_once(error.errno or 0)
             return None
         table, offset = [], 0
-        for segment in segments:
+        for segment, at in zip(segments, back, strict=True):
+            if at is not None:
+                table.append(at)
+                continue
             self.copier.copy(block.address + offset, segment.address, segment.nbytes)
             table.append(SegmentSpec(segment.nbytes, block.number, offset))
             offset += align(segment.nbytes)
         return table
+
+    def _to_return(self, segment: Segment) -> SegmentSpec | None:
+        """Where a segment lies in the peer's own memory, if it may be given back."""
+        found = self._borrower.find(segment.address, segment.nbytes) if segment.spare else None
+        return None if found is None else SegmentSpec(segment.nbytes, returned(found[0]), found[1])
 
     # --- receiving ---
 
@@ -255,7 +266,7 @@ class Connection:
                     inline = memoryview(frame.data if frame.data is not None else b"").cast("B")[frame.data_offset :]
                 memory = inline
             else:
-                memory = borrowed.get(segment.block) or self._borrow(segment.block, borrowed)
+                memory = borrowed.get(segment.block) or self._memory_of(segment.block, borrowed)
             end = segment.offset + segment.nbytes
             if segment.nbytes < 0 or segment.offset < 0 or end > len(memory):
                 raise ProtocolError(
@@ -263,14 +274,18 @@ class Connection:
                 )
             frame.buffers.append(memory[segment.offset : end])
 
-    def _borrow(self, number: int, borrowed: dict[int, memoryview]) -> memoryview:
+    def _memory_of(self, block: int, known: dict[int, memoryview]) -> memoryview:
+        """The memory of a block that a message names: of the peer's, or one of ours that it gives back."""
         lane = self.stream.lane
-        if lane is None:
+        if lane is None or self._lender is None:
             raise ProtocolError("the peer used shared memory on a connection that has none")
-        while number not in self._borrower:
-            self._borrower.map(*self._announced_by(lane))
-        memory = memoryview(self._borrower.borrow(number)).cast("B")
-        borrowed[number] = memory
+        if block < INLINE:
+            alias = self._lender.regain(returned(block))
+        else:
+            while block not in self._borrower:
+                self._borrower.map(*self._announced_by(lane))
+            alias = self._borrower.borrow(block)
+        memory = known[block] = memoryview(alias).cast("B")
         return memory
 
     @staticmethod

@@ -3,10 +3,14 @@
 The copy is cut into pieces, and whoever is free takes the next one. The caller takes pieces like the others and waits
 for nobody who has not begun: on a busy machine it does all of the work itself. If it had to wait for another's last
 piece, the machine is busy, and the next copies are made alone.
+
+The helpers are threads of their own, not those that serve requests: what a user's function leaves with its thread (the
+memory it has touched, torch's own threads) is of use only if the next request is served by the same one.
 """
 
 import ctypes
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -20,12 +24,17 @@ _REST = 32  # copies to make alone then
 AskForHelp = Callable[[Callable[[], None]], None]
 
 
+def most_helpers() -> int:
+    """How many may help with one copy: none on a single core."""
+    return min(len(os.sched_getaffinity(0)) - 1, _MOST_HELPERS)
+
+
 class Copier:
     """Copies memory; `ask_for_help` has a function run in another thread, now or later, or never."""
 
     def __init__(self, ask_for_help: AskForHelp | None = None) -> None:
         self.ask_for_help = ask_for_help
-        self._helpers = min(len(os.sched_getaffinity(0)) - 1, _MOST_HELPERS)
+        self._helpers = most_helpers()
         self._resting = 0
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
@@ -68,3 +77,43 @@ class _Job:
         """The same in another thread, under a lock that tells the caller when this one has finished its last piece."""
         with turn:
             self.work()
+
+
+class Helpers:
+    """Threads that help with copies, started when the first one is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"{name}-copier"
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def ask(self, task: Callable[[], None]) -> None:
+        """Have a task run soon."""
+        if not self._threads:
+            self._start()
+        self._tasks.put(task)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._threads or self._closed:
+                return
+            self._threads = [
+                threading.Thread(target=self._work, name=self._name, daemon=True) for _ in range(most_helpers())
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._lock:
+            self._closed = True
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join(1.0)

@@ -23,6 +23,7 @@ VERSION = 1
 HEADER = struct.Struct("<2sBBIQQQQ")  # magic, version, kind, head, payload, data lengths, request id, ack
 ALIGNMENT = 64
 INLINE = -1  # the block number of a segment that travels in the frame itself
+_RETURNED = -2  # those from here down are the receiver's own blocks, which come back
 
 READ_SIZE = 256 * 1024
 MAX_HEAD = 64 * 2**20
@@ -43,11 +44,20 @@ _KINDS = tuple(Kind)
 
 
 class SegmentSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where one run of tensor bytes is: `offset` counts from the start of the block, or of the inline data."""
+    """Where one run of tensor bytes is: `offset` counts from the start of the block, or of the inline data.
+
+    `block` is the number of a block of the sender, `INLINE`, or `returned` of the number of a block of the receiver.
+    """
 
     nbytes: int
     block: int
     offset: int
+
+
+def returned(block: int) -> int:
+    """What a segment names instead of a block of its sender: a block that the receiver had lent to it, from 0 on. The
+    same function leads back."""
+    return _RETURNED - block
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

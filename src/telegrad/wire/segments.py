@@ -27,11 +27,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
-    """Memory to be sent: `nbytes` at `address`, valid as long as `owner` is alive."""
+    """Memory to be sent: `nbytes` at `address`, valid as long as `owner` is alive.
+
+    `spare` says that nobody here looks at it any more: if it came from where it goes, it need not be copied.
+    """
 
     address: int
     nbytes: int
     owner: object
+    spare: bool = False
 
 
 def segment_view(segment: Segment) -> memoryview:
