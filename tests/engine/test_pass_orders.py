@@ -88,6 +88,7 @@ class Worker:
             raise _death(member)
         slot = Slot(given["what"], 0.0, FOREVER)
         slot.complete = given["complete"]
+        slot.link = SimpleNamespace(wait=self.world.until_done, look_out=lambda: None)
         self.asked.setdefault(member.name, []).append(slot)
         self.world.put("request", self, member, (message, packed.tensors, slot))
         return slot
@@ -120,9 +121,6 @@ class Worker:
 
     def is_dead(self, member: Member) -> bool:
         return member.name in self.heard_dead
-
-    def link(self, member: Member) -> Any:
-        return SimpleNamespace(wait=self.world.until_done, look_out=lambda: None)
 
     # --- what happens to it ---
 
@@ -290,7 +288,7 @@ class World:
             tuple(self._state_of(worker) for worker in self.workers),
             len(self.late_calls),
             roll and (tuple(sorted(roll._open)), frozenset(roll._named), _kind(roll.error), roll._ended),
-            roll and tuple(slot.done for _, slot in roll._asked),
+            roll and tuple(slot.done for slot in roll._asked),
         )
 
     def _state_of(self, worker: Worker) -> Hashable:

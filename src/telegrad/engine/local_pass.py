@@ -29,6 +29,7 @@ from telegrad.errors import AutogradError, GradientMismatch
 K = TypeVar("K", bound=Hashable)
 Root = tuple[GradientEdge, Tensor | None]  # None: visited, but with no gradient
 
+_NOTHING_BUT_RECVS = (ANCHOR,)
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
 
 
@@ -119,15 +120,15 @@ class LocalPass(Generic[K]):
             if self._over:  # given up meanwhile
                 self._release()
 
-    def hear(self, key: K, gradients: Gradients | None) -> bool:
-        """The Send `key` has its gradients, or none will come. Says whether there is something to run now."""
+    def hear(self, key: K, gradients: Gradients | None) -> None:
+        """The Send `key` has its gradients, or none will come."""
         if key not in self._bits:
             raise AutogradError(
                 f"{key!r} is not a send of this pass, which has {len(self._bits)}; no gradient was used"
             )
         with self._lock:
             if self._over:
-                return False
+                return
             if key not in self._unheard:
                 raise AutogradError(f"{key!r} was heard twice in one pass; the second gradients were not used")
             edges = self._sends[key]
@@ -137,7 +138,8 @@ class LocalPass(Generic[K]):
             entering = [(edge, grad) for edge, grad in zip(edges, gradients or (), strict=False) if grad is not None]
             self._roots += entering
             self._some_dead |= len(entering) < len(edges)
-            return self._plan is not None and self._plan.heard(self._bits[key])
+            if self._plan is not None:
+                self._plan.heard(self._bits[key])
 
     def run(self) -> None:
         """Run everything that may run. Returns at once if another thread is running: that one will run this, too."""
@@ -302,9 +304,10 @@ class LocalPass(Generic[K]):
 
     def _ask(self, leaves: Sequence[Node], roots: list[Root]) -> tuple[Tensor | None, ...]:
         """One engine call from `roots` that writes to no leaf and returns what arrived at each. Recvs run."""
-        wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR)
         if not leaves:
-            return self._run_engine(roots, wanted, accumulate=False)[:-1]
+            self._run_engine(roots, _NOTHING_BUT_RECVS, accumulate=False)
+            return ()
+        wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR)
         first = {edge.node for edge, _ in roots}
         with hooks_held([self._leaves[leaf] for leaf in leaves], first):
             return self._run_engine(roots, wanted, accumulate=False)[:-1]

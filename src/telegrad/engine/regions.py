@@ -99,19 +99,17 @@ class Plan(Generic[N]):
         self._regions: dict[int, Region[N]] = {}
         self._of_bit: list[list[Region[N]]] = [[] for _ in roots]
         self._ready: list[Region[N]] = []  # ready, not run; few, for what is ready and waits is the exception
-        if len(roots) > 1:  # one Send: its batch is the last one, and there is nothing to divide
+        # One Send: its batch is the last one, and there is nothing to divide.
+        if len(roots) > 1 and not self._set_apart(graph, roots, recvs):
             self._divide(graph, mark(graph, roots), recvs)
 
-    def heard(self, bit: int) -> bool:
-        """The Send of this bit has its gradients, or will have none. Says whether `take` has a batch now."""
+    def heard(self, bit: int) -> None:
+        """The Send of this bit has its gradients, or will have none: `take` may have a batch now."""
         self._unheard &= ~(1 << bit)
-        if not self._unheard:
-            return not self._ended
-        for region in self._of_bit[bit]:
+        for region in self._of_bit[bit] if self._unheard else ():
             region.unheard -= 1
             if not region.unheard:
                 self._ready.append(region)
-        return bool(self._choose()[1])
 
     def take(self) -> Batch[N] | None:
         """The next batch; whoever takes it must run it before asking again. None: wait for more, or all has run."""
@@ -120,7 +118,7 @@ class Plan(Generic[N]):
                 return None
             self._ended = True
             return Batch(Way.LAST)
-        way, chosen = self._choose()
+        way, chosen = self._choose() if self._ready else (Way.CUT, [])
         if not chosen:
             return None
         for region in chosen:
@@ -170,6 +168,30 @@ class Plan(Generic[N]):
                     seen.add(mask)
                     group.append(other)
         return group, closed
+
+    def _set_apart(self, graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]], recvs: Iterable[N]) -> bool:
+        """The usual case, in one walk: no two Sends reach the same node, so that each has a region. False if not."""
+        found: dict[N, Region[N]] = {}
+        for bit, entries in enumerate(roots):
+            region: Region[N] = Region(1 << bit)
+            pending = [node for node in entries if graph[node]]
+            while pending:
+                node = pending.pop()
+                if node not in found:
+                    found[node] = region
+                    region.nodes.append(node)
+                    pending += [child for child, _ in graph[node] if child is not None and graph[child]]
+                elif found[node] is not region:
+                    self._regions.clear()
+                    return False
+            if region.nodes:
+                self._regions[region.mask] = region
+        for mask, region in self._regions.items():
+            self._of_bit[mask.bit_length() - 1].append(region)
+        for node in recvs:
+            if node in found:
+                found[node].recvs.append(node)
+        return True
 
     def _divide(self, graph: Mapping[N, Edges[N]], masks: Mapping[N, int], recvs: Iterable[N]) -> None:
         """Group the nodes by mask, and note which groups lead to which."""

@@ -30,7 +30,7 @@ class Roll:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._lock = threading.Lock()
-        self._asked: list[tuple[Member, Slot]] = []
+        self._asked: list[Slot] = []
         self._open: list[str] = []  # the worker of each request that has no answer yet
         self._waiting = False
         self._named: set[WorkerId] = set()  # participants that others told of
@@ -62,10 +62,10 @@ class Roll:
                 self._open.remove(member.name)
             raise
         with self._lock:
-            self._asked.append((member, slot))
+            self._asked.append(slot)
             waiting = self._waiting
         if waiting:  # the root is waiting already and will not come for this reply in person
-            self._agent.link(member).look_out()
+            slot.link.look_out()
 
     def _answered(self, member: Member, slot: Slot) -> None:
         named: set[WorkerId] = set()
@@ -139,14 +139,14 @@ class Roll:
 
     def _await_replies(self) -> None:
         """Read replies in this thread, link by link, while the crew looks after the other links."""
-        waiting = [(member, slot) for member, slot in self._asked if not slot.done]
-        for member, _ in waiting[1:]:
-            self._agent.link(member).look_out()
-        for member, slot in waiting:
+        waiting = [slot for slot in self._asked if not slot.done]
+        for slot in waiting[1:]:
+            slot.link.look_out()
+        for slot in waiting:
             if self.error is not None:
                 return
             slot.deadline = self._deadline
-            self._agent.link(member).wait(slot)
+            slot.wait()
 
     def _sleep(self) -> None:
         left = self._deadline - time.monotonic()

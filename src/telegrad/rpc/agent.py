@@ -15,6 +15,8 @@ import torch
 
 from telegrad.errors import ProtocolError
 from telegrad.ids import WorkerId
+from telegrad.rpc.bell import Bell
+from telegrad.rpc.blocking import blocking
 from telegrad.rpc.crew import Crew
 from telegrad.rpc.devices import place
 from telegrad.rpc.door import Door
@@ -37,7 +39,7 @@ from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import AnyMessage, ExceptionReply, Goodbye
 from telegrad.wire.returning import mark_spare, storages_of
-from telegrad.wire.tensors import describe, rebuild
+from telegrad.wire.tensors import disassemble
 
 if TYPE_CHECKING:
     from telegrad.rpc.caretaker import Caretaker
@@ -63,6 +65,7 @@ class OnReply(Protocol):
 CallHook = Callable[[WorkerId, AnyMessage, list[torch.Tensor]], tuple[AnyMessage, OnReply] | None]
 
 _NOTHING = Packed(b"", [])
+_LONG = 3600.0
 
 
 class Agent:
@@ -140,7 +143,7 @@ class Agent:
         """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`.
 
         `definition` is that of the function the message calls by its number."""
-        tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
+        tensors, memory = disassemble(packed.tensors) if packed.tensors else ((), ())
         if tensors:
             tensors = place(self.options, self.info.name, member, tensors)
         now = time.monotonic()
@@ -150,16 +153,28 @@ class Agent:
         slot.future = future
         slot.attended = attended
         slot.definition = definition
-        link = self.link(member)
+        slot.link = link = self.link(member)
         if future is not None:
-            future.awaited = (link, slot)
-        link.request(slot, message, packed.payload, tensors, segments)
+            future.awaited = slot
+        link.request(slot, message, packed.payload, tensors, memory)
         return slot
 
     def ask(self, member: Member, message: AnyMessage, *, timeout: float, what: Callable[[], str]) -> AnyMessage:
         """A control request and its reply."""
         slot = self.send(member, message, timeout=timeout, what=what)
-        self.link(member).wait(slot)
+        slot.wait()
+        return self.reply_frame(slot).message
+
+    def ask_patiently(
+        self, member: Member, message: AnyMessage, *, timeout: float, what: Callable[[], str]
+    ) -> AnyMessage:
+        """The same for what may take for ever. Whoever waits in person reads the link for all, and each reply to others
+        would have to pass through a thread that sleeps most of the time; this one leaves the reading to them."""
+        bell = Bell()
+        slot = self.send(member, message, timeout=timeout, what=what, complete=lambda _: bell.ring())
+        while not slot.done:
+            with blocking():
+                bell.wait(_LONG)
         return self.reply_frame(slot).message
 
     def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
@@ -175,20 +190,18 @@ class Agent:
         if frame.kind == Kind.FAILURE:
             if type(frame.message) is not ExceptionReply:
                 raise ProtocolError(f"a failure came without an exception: {frame}")
-            tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
-            raise rebuild_exception(frame.message, frame.payload, tensors)
+            raise rebuild_exception(frame.message, frame.payload, frame.take_tensors())
         return frame
 
     def reply_tensors(self, slot: Slot) -> list[torch.Tensor]:
         """The tensors that came with a reply."""
-        frame, slot.frame = slot.frame, None  # their memory belongs to them alone
-        return rebuild(frame.tensors, frame.buffers) if frame is not None and frame.tensors else []
+        frame, slot.frame = slot.frame, None
+        return [] if frame is None else frame.take_tensors()
 
     def value(self, slot: Slot, member: Member, on_reply: OnReply | None = None) -> Any:
         """The value that `member` sent as the reply of a call."""
         frame = self.reply_frame(slot)
-        slot.frame = None  # the memory of its tensors belongs to them alone
-        tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
+        tensors = frame.take_tensors()
         if on_reply is not None:
             try:
                 _, tensors = on_reply(frame.message, tensors)
@@ -232,12 +245,10 @@ class Agent:
     def received(self, request: Request) -> list[torch.Tensor]:
         """The tensors that came with a request."""
         frame = request.frame
-        tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
-        if frame.is_large:
+        may_return = frame.is_large
+        tensors = frame.take_tensors()
+        if may_return:
             request.came = storages_of(tensors)
-        # The frame must not keep their memory: it belongs to the tensors alone.
-        frame.buffers = []
-        frame.data = None
         if request.on_tensors is None:
             return tensors
         try:
@@ -254,18 +265,16 @@ class Agent:
         try:
             if request.on_reply is not None:
                 message = request.on_reply(message, packed.tensors)
-            tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
+            tensors, memory = disassemble(packed.tensors) if packed.tensors else ((), ())
             if tensors:
                 tensors = place(self.options, self.info.name, request.caller, tensors)
-                if request.came:
-                    segments = mark_spare(packed.tensors, segments, request.came)
+                if request.came and not isinstance(memory, bytes):
+                    memory = mark_spare(packed.tensors, memory, request.came)
         except Exception as error:
             take_back(packed)
             self.fail(request, error)
             return
-        request.session.reply(
-            Kind.REPLY, request.frame.request_id, message, packed.payload, tensors, segments, lazy=lazy
-        )
+        request.session.reply(Kind.REPLY, request.frame.request_id, message, packed.payload, tensors, memory, lazy=lazy)
 
     def fail(self, request: Request, error: BaseException) -> None:
         """Answer a request with an error."""

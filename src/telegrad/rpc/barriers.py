@@ -82,7 +82,7 @@ def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
         keeper = min(living, key=lambda m: m.worker_id)
         left = 0.0 if deadline == float("inf") else max(deadline - time.monotonic(), 1e-3)
         try:
-            reply = agent.ask(
+            reply = agent.ask_patiently(
                 keeper,
                 Barrier(key, agent.info.name, activity),
                 timeout=left,

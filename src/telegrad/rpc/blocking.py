@@ -6,8 +6,6 @@ wait that cannot (a lock, a sleep in a user's function) is noticed by the keeper
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -28,16 +26,17 @@ class _Local(threading.local):
 local = _Local()
 
 
-@contextmanager
-def blocking() -> Iterator[None]:
+class blocking:  # noqa: N801 - used like a function; a class, because it is on the path of every wait
     """Around anything that may sleep until another worker or thread acts."""
-    turn = local.turn
-    if turn is None:
-        yield
-        return
-    turn.give_up()
-    turn.sleeping(+1)
-    try:
-        yield
-    finally:
-        turn.sleeping(-1)
+
+    __slots__ = ("_turn",)
+
+    def __enter__(self) -> None:
+        self._turn = turn = local.turn
+        if turn is not None:
+            turn.give_up()
+            turn.sleeping(+1)
+
+    def __exit__(self, *_: object) -> None:
+        if self._turn is not None:
+            self._turn.sleeping(-1)

@@ -121,7 +121,7 @@ def start_request(
 
 def wait_for_value(agent: Agent, member: Member, slot: Slot, on_reply: OnReply | None) -> Any:
     """Wait in person for the reply of a request; its value."""
-    agent.link(member).wait(slot)
+    slot.wait()
     return agent.value(slot, member, on_reply)
 
 

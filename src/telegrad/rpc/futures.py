@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from telegrad.rpc.blocking import blocking
+from telegrad.rpc.pending import Slot
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -27,9 +28,9 @@ class Future(torch.futures.Future[T]):
     def __init__(self, *, devices: list[Any] | None = None, what: str = "a call") -> None:
         torch._C.Future.__init__(self, [torch.device(d) for d in devices] if devices else [])
         self.what = what
-        # The link that the reply will come on, and its slot there; dropped at completion. No closure: each object that
-        # a call leaves behind while it is in flight is one more for the garbage collector to walk.
-        self.awaited: tuple[Any, Any] | None = None
+        # Where the reply will come; dropped at completion. No closure: each object that a call leaves behind while in
+        # flight is one more for the garbage collector to walk.
+        self.awaited: Slot | None = None
         self.has_callbacks = False
         self.settling = False  # whether a thread that must not run callbacks is about to complete it
         self._failure: _Failure | None = None
@@ -44,8 +45,7 @@ class Future(torch.futures.Future[T]):
         if not self.done():
             awaited = self.awaited
             if awaited is not None:
-                link, slot = awaited
-                link.wait(slot)
+                awaited.wait()
             if not self.done():
                 with blocking():
                     return cast(T, torch._C.Future.wait(self))

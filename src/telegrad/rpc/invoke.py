@@ -23,7 +23,6 @@ from telegrad.rpc.request import Request
 from telegrad.rpc.session import Definition, Session
 from telegrad.wire.codec import Packed, pack, unpack
 from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
-from telegrad.wire.tensors import rebuild
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
 
@@ -141,7 +140,7 @@ def run_call(
     try:
         func: Any = resolve(request.session, call.function) if call.function else None
     except BaseException:
-        discard(agent, request.caller, frame.payload, rebuild(frame.tensors, frame.buffers) if frame.tensors else [])
+        discard(agent, request.caller, frame.payload, frame.take_tensors())
         raise
     tensors = agent.received(request)
     if call.function:

@@ -139,7 +139,7 @@ class Link:
         message: AnyMessage,
         payload: bytes = b"",
         tensors: Sequence[Any] = (),
-        segments: Sequence[Any] = (),
+        memory: Sequence[Any] | bytes = (),
     ) -> None:
         """Send a request whose reply `slot` waits for. Errors of the sending itself are raised."""
         try:
@@ -148,7 +148,7 @@ class Link:
             raise
         except TimeoutError:
             raise self.timeout_error(slot) from None
-        slot.resend = (message, payload, tensors, segments)
+        slot.resend = (message, payload, tensors, memory)
         # Count before sending: the reply may come first.
         ack, earliest = self.pending.admit(slot)
         if earliest:
@@ -159,7 +159,7 @@ class Link:
         hold = slot.complete is not None and not slot.attended and len(self.pending) > BURST_CALLS
         try:
             connection.send(
-                Kind.REQUEST, slot.request_id, ack, message, payload, tensors, segments, deadline=deadline, hold=hold
+                Kind.REQUEST, slot.request_id, ack, message, payload, tensors, memory, deadline=deadline, hold=hold
             )
         except TimeoutError:
             self.pending.give_up(slot.request_id)

@@ -26,6 +26,7 @@ class Slot:
         "error",
         "frame",
         "future",
+        "link",
         "request_id",
         "resend",
         "since",
@@ -40,6 +41,7 @@ class Slot:
         self.deadline = deadline
         self.since = 0.0  # when it was asked
         self.request_id = 0
+        self.link: Any = None  # the one it was sent on
         self.frame: Frame | None = None
         self.error: BaseException | None = None
         self.done = False
@@ -55,6 +57,10 @@ class Slot:
         # message has only the number that stands for it.
         self.resend: tuple[Any, ...] = ()
         self.definition = b""
+
+    def wait(self) -> None:
+        """Wait in person until it is done; raises RpcTimeout at the deadline, unless `complete` takes the error."""
+        self.link.wait(self)
 
     def what(self) -> str:
         """What was asked, in words."""

@@ -14,7 +14,7 @@ from telegrad.errors import RemoteError, TelegradError
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.wire.codec import pack, unpack
 from telegrad.wire.messages import ExceptionReply
-from telegrad.wire.tensors import describe
+from telegrad.wire.tensors import disassemble
 
 _MAX_TEXT = 200_000
 
@@ -31,16 +31,16 @@ class RemoteTraceback(Exception):
 
 
 def describe_exception(error: BaseException, here: WorkerInfo) -> tuple[Any, ...]:
-    """The content of a failure reply: message, payload, tensor table and segments."""
+    """The content of a failure reply: message, payload, tensor table and memory."""
     trace = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
     text = f"On {here!r}:\n{trace}"
     message = ExceptionReply(here.name, type(error).__qualname__, _shown(str, error), text)
     try:
         packed = pack(error)
-        tensors, segments = describe(packed.tensors) if packed.tensors else ((), ())
+        tensors, memory = disassemble(packed.tensors) if packed.tensors else ((), ())
     except Exception:  # whatever it holds that cannot be sent, the reply must leave
         return message, b"", (), ()
-    return message, packed.payload, tensors, segments
+    return message, packed.payload, tensors, memory
 
 
 def _shown(how: Callable[[object], str], error: BaseException) -> str:

@@ -194,8 +194,9 @@ class Replies:
             return
         self.last_heard = time.monotonic()
         for frame in frames:
+            large = frame.is_large  # before its tensors are taken out of it
             self._take(frame)
-            if frame.is_large or len(self._received) > _MOST_UNACKNOWLEDGED:
+            if large or len(self._received) > _MOST_UNACKNOWLEDGED:
                 self._acknowledge(connection)
         self._flush(connection)
 

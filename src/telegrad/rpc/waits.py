@@ -119,7 +119,7 @@ def _ask_all(agent: "Agent") -> dict[int, list[Wait] | None]:
         answers[int(member.worker_id)] = None
         if slot is not None:
             with contextlib.suppress(TelegradError):
-                agent.link(member).wait(slot)
+                slot.wait()
                 reply = agent.reply_frame(slot).message
                 if type(reply) is WaitsReply:
                     answers[int(member.worker_id)] = [Wait(*wait) for wait in reply.waits]

@@ -22,7 +22,6 @@ from telegrad.rref.reference import RRef
 from telegrad.rref.references import References
 from telegrad.wire.codec import unpack
 from telegrad.wire.frames import Frame, Kind
-from telegrad.wire.tensors import rebuild
 
 
 class UnsendableReference(RRefError, SerializationError):
@@ -127,5 +126,5 @@ def settle_late_reply(references: References, frame: Frame, sender: int) -> None
     """A reply came that nobody waits for. References in it were counted for this worker: receive them and let go."""
     agent, member = references.agent, references.agent.directory.by_id(sender)
     if frame.kind == Kind.REPLY and member is not None and len(frame.payload):
-        tensors = rebuild(frame.tensors, frame.buffers) if frame.tensors else []
+        tensors = frame.take_tensors()
         agent.crew.submit(partial(discard, agent, member, frame.payload, tensors))

@@ -74,33 +74,34 @@ class Connection:
         message: AnyMessage,
         payload: bytes = b"",
         tensors: Sequence[TensorSpec] = (),
-        segments: Sequence[Segment] = (),
+        memory: Sequence[Segment] | bytes = (),
         *,
         deadline: float | None = None,
         hold: bool = False,
     ) -> bytes | None:
         """Send one message. With `hold` a small one may wait for the next send or `flush`, to share its write.
 
-        Returns the encoded frame if it is small and can be sent again as it is, to this peer, over any connection.
+        `memory` is that of the tensors: segments, or the bytes of small ones. Returns the encoded frame if it is small
+        and can be sent again as it is, to this peer, over any connection.
         """
-        if segments:
-            buffers = self._with_segments(kind, request_id, ack, message, payload, tensors, segments)
-        elif payload:
-            buffers = [encode_prefix(kind, request_id, ack, message, tensors, (), len(payload)), payload]
+        if isinstance(memory, bytes) or not memory:
+            data = memory or b""
+            prefix = encode_prefix(kind, request_id, ack, message, tensors, (), len(payload), len(data))
+            buffers: list[Any] = [prefix, payload, data]
+            self_contained = True
         else:
-            buffers = [encode_prefix(kind, request_id, ack, message, tensors)]
-        if len(buffers) == 1:
-            small = buffers[0] if len(buffers[0]) <= _JOIN_UP_TO else None
-        else:
-            small = b"".join(buffers) if sum(map(len, buffers)) <= _JOIN_UP_TO else None
-        if small is None:
+            buffers = self._with_segments(kind, request_id, ack, message, payload, tensors, memory)
+            self_contained = buffers[-1] is not payload  # else the tensors are in a block of this connection
+        if sum(map(len, buffers)) > _JOIN_UP_TO:
             self._check_size(buffers)
             self._write(buffers, deadline)
-        elif hold and len(self._outbox) < _HOLD_UP_TO:
-            self._outbox.append(small)
+            return None
+        frame = b"".join(buffers)
+        if hold and len(self._outbox) < _HOLD_UP_TO:
+            self._outbox.append(frame)
         else:
-            self.send_encoded(small, deadline)
-        return small if not segments or buffers[-1] is not payload else None
+            self._write([frame], deadline)
+        return frame if self_contained else None
 
     def _check_size(self, buffers: Sequence[Any]) -> None:
         """Refuse here what the peer would refuse: sent all the same, it would end the connection again and again."""
@@ -259,6 +260,7 @@ class Connection:
 
     def _find_segments(self, frame: Frame) -> None:
         borrowed: dict[int, memoryview] = {}
+        buffers: list[memoryview] = []
         inline: memoryview | None = None
         for segment in frame.segments:
             if segment.block == INLINE:
@@ -272,7 +274,8 @@ class Connection:
                 raise ProtocolError(
                     f"a segment of {segment.nbytes} bytes at {segment.offset} exceeds its {len(memory)} bytes"
                 )
-            frame.buffers.append(memory[segment.offset : end])
+            buffers.append(memory[segment.offset : end])
+        frame.buffers = buffers
 
     def _memory_of(self, block: int, known: dict[int, memoryview]) -> memoryview:
         """The memory of a block that a message names: of the peer's, or one of ours that it gives back."""

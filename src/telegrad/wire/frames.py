@@ -3,8 +3,9 @@
     header (40 bytes) | head: msgpack [message, tensor table, segment table] | payload | inline segments
 
 Segments are runs of raw tensor bytes. One is inline (it follows the payload) or lies in a shared-memory block that the
-table names. `FrameReader` does no I/O: the transport asks it where to put the next bytes and tells it how many came.
-Every length is checked before memory is taken for it.
+table names. A few small tensors need no table: their bytes follow the payload (`small.py`). `FrameReader` does no I/O:
+the transport asks it where to put the next bytes and tells it how many came. Every length is checked before memory is
+taken for it.
 """
 
 import struct
@@ -13,14 +14,17 @@ from enum import IntEnum
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.tensors import TensorSpec
+from telegrad.wire.small import rebuild_small
+from telegrad.wire.tensors import TensorSpec, rebuild
 
 MAGIC = b"Tg"
 VERSION = 1
 HEADER = struct.Struct("<2sBBIQQQQ")  # magic, version, kind, head, payload, data lengths, request id, ack
+_HEADER_SIZE = HEADER.size
 ALIGNMENT = 64
 INLINE = -1  # the block number of a segment that travels in the frame itself
 _RETURNED = -2  # those from here down are the receiver's own blocks, which come back
@@ -40,7 +44,7 @@ class Kind(IntEnum):
     NOTICE = 4
 
 
-_KINDS = tuple(Kind)
+_KINDS = frozenset(map(int, Kind))  # plain ints: looking among enums costs a microsecond
 
 
 class SegmentSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -69,8 +73,8 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Frame:
-    """One received message. `data` holds the inline segments; `buffers` is one writable buffer per segment, once the
-    connection has found them. Whoever aliases a buffer keeps its memory alive."""
+    """One received message. `data` holds the inline segments, or the bytes of small tensors, which have no segments;
+    `buffers` is one writable buffer per segment, once the connection has found them."""
 
     __slots__ = (
         "ack",
@@ -97,7 +101,17 @@ class Frame:
         self.payload = payload
         self.data = data
         self.data_offset = data_offset
-        self.buffers: list[memoryview] = []
+        self.buffers: list[memoryview] | tuple[()] = ()
+
+    def take_tensors(self) -> list[Tensor]:
+        """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""
+        if not self.tensors:
+            return []
+        data, buffers = self.data, self.buffers
+        self.data, self.buffers = None, ()
+        if data is not None and not self.segments:
+            return rebuild_small(self.tensors, data, self.data_offset)
+        return rebuild(self.tensors, buffers)
 
     @property
     def is_large(self) -> bool:
@@ -148,7 +162,7 @@ class FrameReader:
         self._start = 0
         self._end = 0
         # A frame too large for the buffer: its header fields, memory, where it starts there, its view, bytes so far.
-        self._large: tuple[tuple[int, ...], Any, int] | None = None
+        self._large: tuple[tuple[Any, ...], Any, int] | None = None
         self._large_view: memoryview = self._view[:0]
         self._large_filled = 0
 
@@ -182,47 +196,48 @@ class FrameReader:
             frames.append(_frame_in_place(fields, memory, start))
             return frames
         self._end += count
-        while self._end - self._start >= HEADER.size:
-            fields = self._read_header()
-            total = fields[1] + fields[2] + fields[3]
-            begin = self._start + HEADER.size
-            if begin + total <= self._end:
-                frames.append(self._cut(fields, begin))
-                self._start = begin + total
-            elif HEADER.size + total > READ_SIZE // 2:
-                self._begin_large(fields, begin, total)
+        buffer, view, limit = self._buffer, self._view, self._end
+        begin = self._start + _HEADER_SIZE
+        while begin <= limit:
+            fields = magic, version, kind, head_bytes, payload_bytes, data_bytes, request_id, ack = HEADER.unpack_from(
+                buffer, begin - _HEADER_SIZE
+            )
+            total = head_bytes + payload_bytes + data_bytes
+            known = magic == MAGIC and version == VERSION and kind in _KINDS
+            if not known or head_bytes > MAX_HEAD or total > self._max_frame:
+                raise self._refusal(fields)
+            if begin + total > limit:
+                if _HEADER_SIZE + total > READ_SIZE // 2:
+                    self._begin_large(fields, begin, total)
                 break
-            else:
-                break
+            middle = begin + head_bytes
+            end = middle + payload_bytes
+            payload = bytes(view[middle:end]) if payload_bytes else b""
+            # Tensors will alias this copy, so the buffer itself is free to be read into again.
+            data = buffer[end : end + data_bytes] if data_bytes else None
+            frames.append(Frame(kind, request_id, ack, decode_head(view[begin:middle]), payload, data, 0))
+            self._start = end + data_bytes
+            begin = self._start + _HEADER_SIZE
         return frames
 
-    def _read_header(self) -> tuple[int, ...]:
-        magic, version, kind, head, payload, data, request_id, ack = HEADER.unpack_from(self._buffer, self._start)
+    def _refusal(self, fields: tuple[Any, ...]) -> ProtocolError:
+        """What is wrong with a header."""
+        magic, version, kind, head, payload, data, _, _ = fields
         if magic != MAGIC:
-            raise ProtocolError(f"a frame starts with {magic!r}, not {MAGIC!r}: the peer does not speak this protocol")
-        if version != VERSION:
-            raise ProtocolError(f"the peer speaks version {version} of the protocol, this worker version {VERSION}")
-        if kind not in _KINDS:
-            raise ProtocolError(f"unknown frame kind {kind}")
-        if head > MAX_HEAD or head + payload + data > self._max_frame:
-            raise ProtocolError(
+            text = f"a frame starts with {magic!r}, not {MAGIC!r}: the peer does not speak this protocol"
+        elif version != VERSION:
+            text = f"the peer speaks version {version} of the protocol, this worker version {VERSION}"
+        elif kind not in _KINDS:
+            text = f"unknown frame kind {kind}"
+        else:
+            text = (
                 f"a frame of {head} + {payload} + {data} bytes is over the limit ({MAX_HEAD} for its head, "
                 f"{self._max_frame} in all)"
             )
-        return kind, head, payload, data, request_id, ack
+        return ProtocolError(text)
 
-    def _cut(self, fields: tuple[int, ...], begin: int) -> Frame:
-        kind, head_bytes, payload_bytes, data_bytes, request_id, ack = fields
-        middle = begin + head_bytes
-        end = middle + payload_bytes
-        head = decode_head(self._view[begin:middle])
-        payload = bytes(self._view[middle:end]) if payload_bytes else b""
-        # Tensors will alias this copy, so the buffer itself is free to be read into again.
-        data = self._buffer[end : end + data_bytes] if data_bytes else None
-        return Frame(kind, request_id, ack, head, payload, data, 0)
-
-    def _begin_large(self, fields: tuple[int, ...], begin: int, total: int) -> None:
-        lead = fields[1] + fields[2]
+    def _begin_large(self, fields: tuple[Any, ...], begin: int, total: int) -> None:
+        lead = fields[3] + fields[4]
         start = align(lead) - lead  # so that the inline segments are aligned in memory
         memory = self._allocate(start + total)
         view = memoryview(memory).cast("B")[start : start + total]
@@ -232,8 +247,8 @@ class FrameReader:
         self._start = self._end = 0
 
 
-def _frame_in_place(fields: tuple[int, ...], memory: Any, start: int) -> Frame:
-    kind, head_bytes, payload_bytes, _, request_id, ack = fields
+def _frame_in_place(fields: tuple[Any, ...], memory: Any, start: int) -> Frame:
+    _, _, kind, head_bytes, payload_bytes, _, request_id, ack = fields
     view = memoryview(memory).cast("B")
     middle = start + head_bytes
     end = middle + payload_bytes

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from telegrad.errors import SerializationError
 from telegrad.wire.assembly import Assembly, checked_size, dtype_of, finish
 from telegrad.wire.segments import Segment, contiguous_strides, cover_storage, segment_bytes, segment_view
+from telegrad.wire.small import PLAIN_CODES, describe_small
 from telegrad.wire.specs import (
     COMPRESSED_KINDS,
     DTYPE_CODES,
@@ -29,14 +30,17 @@ from telegrad.wire.specs import (
     TensorSpec,
 )
 
-__all__ = ["Segment", "TensorSpec", "describe", "rebuild", "segment_bytes", "segment_view"]
+__all__ = ["Segment", "TensorSpec", "describe", "disassemble", "rebuild", "segment_bytes", "segment_view"]
 
-# Those whose memory alone says everything: no conjugate bit, no quantizer.
-_SIMPLE_CODES = {d: code for d, code in DTYPE_CODES.items() if not d.is_complex and d not in QUANTIZED_DTYPES}
 # Plain ints: arithmetic on enums costs a microsecond.
 _SIMPLE_FLAGS = int(Flag.REQUIRES_GRAD | Flag.PARAMETER)
 _PARAMETER = int(Flag.PARAMETER)
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
+
+
+def disassemble(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment] | bytes]:
+    """Split tensors into specs and the memory to send: the bytes of a few small ones, or segments."""
+    return describe_small(tensors) or describe(tensors)
 
 
 def describe(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]]:
@@ -63,7 +67,7 @@ def describe(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]
                 break
             storages.add(tensor.untyped_storage()._cdata)
             address = tensor.data_ptr()
-            code = _SIMPLE_CODES.get(tensor.dtype)
+            code = PLAIN_CODES.get(tensor.dtype)
             if not address or code is None or len(storages) <= index:
                 break
             flags = _REQUIRES_GRAD if tensor.requires_grad else 0
