@@ -104,7 +104,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "a tensor over a numpy array": lambda x: torch.from_numpy(x.numpy()),
     "a dlpack capsule": torch.utils.dlpack.to_dlpack,
     "an array by dlpack": np.from_dlpack,
-    "a tensor by dlpack": lambda x: torch.from_dlpack(x),
+    "a tensor by dlpack": torch.from_dlpack,
     "a node that saved it": saved_for_backward,
 }
 
