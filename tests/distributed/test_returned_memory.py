@@ -479,7 +479,7 @@ def act(steps: list[tuple[str, int, float]], *tensors: Tensor) -> tuple[Tensor, 
                 kept.append(x.numpy())
             case "change kept":
                 for each in kept:
-                    each += value
+                    torch.as_tensor(each).add_(value)
             case "forget":
                 kept.clear()
             case "return":

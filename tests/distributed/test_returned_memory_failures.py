@@ -1,4 +1,4 @@
-"""Memory that is on its way back when something goes wrong: nothing is lost, nothing is used twice, all of it is freed."""
+"""Memory on its way back when something goes wrong: nothing is lost, nothing is used twice, all of it is freed."""
 
 import threading
 from collections.abc import Iterator

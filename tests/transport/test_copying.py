@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -121,21 +122,32 @@ def test_helpers_work_at_once() -> None:
     assert copiers() == []
 
 
-def test_many_who_ask_first_start_the_helpers_once() -> None:
+class Crowded:
+    """A lock that as many threads have come to before one of them gets it."""
+
+    def __init__(self, lock: Any, threads: int) -> None:
+        self._lock = lock
+        self._all_here = threading.Barrier(threads)
+
+    def __enter__(self) -> None:
+        self._all_here.wait(10)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_two_who_ask_first_start_the_helpers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Helpers("test")) as helpers:
         ran: queue.SimpleQueue[int] = queue.SimpleQueue()
-        at_once = threading.Barrier(8)
-
-        def ask() -> None:
-            at_once.wait(10)
-            helpers.ask(lambda: ran.put(1))
-
-        askers = [threading.Thread(target=ask) for _ in range(8)]
-        for asker in askers:
-            asker.start()
-        for asker in askers:
-            asker.join(10)
-        assert sum(ran.get(timeout=10) for _ in askers) == 8
+        askers = [threading.Thread(target=helpers.ask, args=(lambda: ran.put(1),)) for _ in range(2)]
+        with monkeypatch.context() as crowded:
+            crowded.setattr(helpers, "_lock", Crowded(helpers._lock, len(askers)))
+            for asker in askers:
+                asker.start()
+            for asker in askers:
+                asker.join(10)
+        assert sum(ran.get(timeout=10) for _ in askers) == 2
         assert len(copiers()) == 2
 
 

@@ -159,6 +159,10 @@ def test_a_view_goes_back_as_a_copy() -> None:
 
 def test_small_ones_are_copied() -> None:
     assert spare(arrived(LARGE - 1, LARGE, 1)) == [False, True, False]
+    tensors = arrived(LARGE)
+    came = storages_of(tensors)
+    tensors[0].resize_(10)
+    assert spare(tensors, came) == [False]
 
 
 def test_what_did_not_come_with_the_request_is_not_spare() -> None:

@@ -192,7 +192,7 @@ class Lender:
         return alias
 
     def _check_open(self) -> None:
-        """Under the lock. Another thread may still read from a connection that was closed here: no fault of the peer's."""
+        """Under the lock. Another thread may still read from a connection that was closed: no fault of the peer's."""
         if self._closed:
             raise ConnectionResetError("the connection was closed while something was being read from it")
 
