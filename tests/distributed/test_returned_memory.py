@@ -238,6 +238,26 @@ def _tensors(value: Any) -> list[Tensor]:
     return list(value.values() if isinstance(value, dict) else value)
 
 
+def test_large_tensors_that_are_not_plain_come_back(job: Cluster) -> None:
+    """Not all of them have a storage, or a number of bytes, that could be asked for."""
+    dense = torch.arange(1.0, SIZE + 1).view(256, -1)
+    for x in (
+        dense.to_sparse(),
+        dense.to_sparse_csr(),
+        dense.to_sparse_bsc((2, 2)),
+        torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+        torch.complex(dense, dense).conj(),
+        dense.expand(3, 256, 256),
+        dense.t(),
+    ):
+        got = rpc.rpc_sync("worker1", echo, (x,))
+        assert got.layout == x.layout
+        assert torch.equal(got, x) if x.is_quantized else torch.equal(got.to_dense(), x.to_dense())
+    nested = torch.nested.nested_tensor([dense, 2 * dense])
+    for one, other in zip(rpc.rpc_sync("worker1", echo, (nested,)).unbind(), nested.unbind(), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("func", [keep, keep_a_view, keep_an_array, keep_the_storage], ids=lambda f: f.__name__)
 def test_what_the_worker_keeps_is_its_own(job: Cluster, regained: list[int], func: Callable[..., Any]) -> None:
     """Neither sees what the other does with it, now or when the memory is used again."""
@@ -438,6 +458,36 @@ def test_a_gradient_that_the_worker_uses_as_well_is_copied(job: Cluster) -> None
         assert rpc.rpc_sync("worker1", own_gradient, (context_id,)) == [2]
         rpc.rpc_sync("worker1", change_own_gradient, (context_id,))
         assert values(gradient) == [-3]
+
+
+def look_up(table: Tensor, rows: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(rows, table, sparse=True)
+
+
+def test_large_sparse_gradients(job: Cluster) -> None:
+    """Two come back, so that one of them leaves before the worker is done, and one goes there."""
+    tables = [torch.rand(1000, 64, requires_grad=True) for _ in range(2)]
+    rows = torch.arange(0, 1000, 2)
+    with autograd.context() as context_id:
+        found = [rpc.rpc_sync("worker1", look_up, (table, rows)) for table in tables]
+        echoed = rpc.rpc_sync("worker1", echo, (look_up(tables[0], rows),))
+        autograd.backward(context_id, [(found[0] * 2).sum() + (found[1] * 3).sum() + echoed.sum()])
+        gradients = [autograd.get_gradients(context_id)[table].to_dense() for table in tables]
+    for gradient, value in zip(gradients, (3, 3), strict=True):
+        assert values(gradient[::2]) == [value]
+        assert values(gradient[1::2]) == [0]
+
+
+def pass_sparse_on(table: Tensor, rows: Tensor) -> Tensor:
+    return rpc.rpc_sync("worker2", look_up, (table * 1, rows))
+
+
+def test_a_large_sparse_gradient_that_another_worker_hears(job: Cluster) -> None:
+    table = torch.rand(1000, 64, requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", pass_sparse_on, (table, torch.arange(1000)))
+        autograd.backward(context_id, [(y * 2).sum()])
+        assert values(autograd.get_gradients(context_id)[table].to_dense()) == [2]
 
 
 def test_gradients_of_two_passes_add_up(job: Cluster) -> None:

@@ -180,6 +180,11 @@ def test_tensors_that_share_memory_are_copied() -> None:
     assert spare(tensors, came) == [False, False]  # two pieces for three tensors
 
 
+@pytest.mark.parametrize("make", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+def test_what_has_no_storage_has_none_that_came(make: str) -> None:
+    assert storages_of([getattr(torch.ones(2, LARGE), make)()]) == frozenset()
+
+
 def test_what_is_not_laid_out_plainly_is_copied() -> None:
     tensors = arrived(LARGE)
     came = storages_of(tensors)
