@@ -18,6 +18,10 @@ def echo(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
 def blocks() -> int:
     """Blocks of shared memory that are mapped here, from either end."""
     gc.collect()
@@ -43,6 +47,8 @@ def tidy_up_aside() -> None:
 def test_idle_memory_is_returned_by_both(pair: Cluster) -> None:
     """Of the tensors of a call, and of those that came back, though nothing more is said between the two."""
     assert torch.equal(rpc.rpc_sync("worker1", echo, (torch.ones(MB),)), torch.ones(MB))
+    assert blocks() == rpc.rpc_sync("worker1", blocks) == 1  # it came back in the block it went in
+    assert torch.equal(rpc.rpc_sync("worker1", copy, (torch.ones(MB),)), torch.ones(MB))
     assert blocks() == rpc.rpc_sync("worker1", blocks) == 2
     rpc.rpc_sync("worker1", tidy_up_aside)
     tidy_up()

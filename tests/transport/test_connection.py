@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
+from telegrad.transport.blocks import Lender
 from telegrad.transport.connection import Connection, _say_once
 from telegrad.transport.stream import Lane, SocketStream, make_lane_pair
-from telegrad.wire.frames import HEADER, INLINE, MAGIC, VERSION, Frame, Kind, SegmentSpec, encode_prefix
+from telegrad.wire.frames import HEADER, INLINE, MAGIC, VERSION, Frame, Kind, SegmentSpec, encode_prefix, returned
 from telegrad.wire.messages import Ack, Ping, PythonReply, ReleaseBlocks, RetireBlocks
+from telegrad.wire.returning import mark_spare, storages_of
 from telegrad.wire.tensors import describe, rebuild
 
 LIMIT = 2**32
@@ -202,6 +204,159 @@ def test_descriptors_do_not_add_up() -> None:
     b.close()
     del kept
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# --- memory that goes back ---
+
+
+def send_back(connection: Connection, tensors: list[torch.Tensor], *, hold: bool = False) -> None:
+    """As a worker replies with what came with the request; the list must be all that holds it."""
+    specs, segments = describe(tensors)
+    segments = mark_spare(tensors, segments, storages_of(tensors))
+    connection.send(Kind.REPLY, 1, 0, PythonReply(), b"payload", specs, segments, hold=hold)
+
+
+def take_tensors(connection: Connection, count: int = 1) -> list[torch.Tensor]:
+    (frame,) = receive(connection, 1)
+    tensors = rebuild(frame.tensors, frame.buffers)
+    assert len(tensors) == count
+    return tensors
+
+
+def lender_of(connection: Connection) -> Lender:
+    assert connection._lender is not None
+    return connection._lender
+
+
+def test_what_is_sent_back_lies_in_the_memory_it_was_lent_in() -> None:
+    a, b = make_pair()
+    with closing(a), closing(b):
+        send_tensor(a, torch.arange(100_000.0))
+        theirs = take_tensors(b)
+        theirs[0].add_(1)
+        send_back(b, theirs)
+        ours = take_tensor(a)
+        assert torch.equal(ours, torch.arange(1.0, 100_001.0))
+        assert lender_of(b).lent_bytes == 0
+        assert len(lender_of(a)._regained) == 1
+        theirs.clear()
+        b.send(Kind.NOTICE, 0, 0, Ping())
+        receive(a, 1)
+        send_tensor(a, torch.zeros(100_000))
+        assert ours[0] == 1  # the next message has other memory
+        del ours
+        take_tensors(b)
+        b.send(Kind.NOTICE, 0, 0, Ping())
+        receive(a, 1)
+        assert lender_of(a).lent_bytes == 0
+
+
+def test_some_go_back_and_others_are_copied() -> None:
+    a, b = make_pair()
+    with closing(a), closing(b):
+        specs, segments = describe([torch.full((20_000 + i,), float(i)) for i in range(4)])
+        a.send(Kind.REQUEST, 1, 0, PythonReply(), b"", specs, segments)
+        theirs = take_tensors(b, 4)
+        kept = theirs[2]
+        send_back(b, [theirs.pop(), theirs.pop(), torch.full((20_000,), 7.0), theirs.pop()])
+        ours = take_tensors(a, 4)
+        assert [t.unique().tolist() for t in ours] == [[3.0], [2.0], [7.0], [1.0]]
+        kept.fill_(-1)
+        assert ours[1].unique().tolist() == [2.0]
+        assert len(lender_of(a)._regained) == 1
+
+
+def test_what_goes_back_is_named_before_it_is_released() -> None:
+    """A reply that waits for company is written after others; the word that its block is free must not overtake it."""
+    a, b = make_pair()
+    with closing(a), closing(b):
+        send_tensor(a, torch.ones(100_000))
+        theirs = take_tensors(b)
+        send_back(b, theirs, hold=True)
+        theirs.clear()
+        b.flush()
+        ours = take_tensor(a)
+        assert ours.sum() == 100_000
+        assert lender_of(a).lent_bytes > 0
+        del ours
+        assert lender_of(a).lent_bytes == 0
+
+
+def test_a_small_part_of_a_block_goes_back_as_a_copy() -> None:
+    """A caller that keeps many small results must not keep all that it sent to get them."""
+    a, b = make_pair()
+    with closing(a), closing(b):
+        specs, segments = describe([torch.ones(1_000_000), torch.full((20_000,), 2.0)])
+        a.send(Kind.REQUEST, 1, 0, PythonReply(), b"", specs, segments)
+        theirs = take_tensors(b, 2)
+        send_back(b, [theirs.pop()])
+        ours = take_tensor(a)
+        assert torch.equal(ours, torch.full((20_000,), 2.0))
+        theirs.clear()
+        b.send(Kind.NOTICE, 0, 0, Ping())
+        receive(a, 1)
+        assert lender_of(a).lent_bytes == 0
+
+
+def test_memory_goes_back_only_over_the_connection_it_came_over() -> None:
+    """After a cut the reply is sent again over the next one, whose blocks have the same numbers."""
+    a, b = make_pair()
+    send_tensor(a, torch.full((100_000,), 3.0))
+    theirs = take_tensors(b)
+    a.close()
+    b.close()
+    a, b = make_pair()
+    with closing(a), closing(b):
+        send_tensor(a, torch.ones(100_000))
+        others = take_tensors(b)
+        send_back(b, theirs)
+        assert torch.equal(take_tensor(a), torch.full((100_000,), 3.0))
+        assert others[0].sum() == 100_000
+
+
+BAD_RETURNS = {
+    "of a block that never was": SegmentSpec(10, returned(99), 0),
+    "of block 0": SegmentSpec(10, returned(0), 0),
+    "of the last number there is": SegmentSpec(10, -(2**63), 0),
+    "beyond its end": SegmentSpec(10, returned(1), 2**40),
+    "across its end": SegmentSpec(2**40, returned(1), 0),
+    "before its begin": SegmentSpec(10, returned(1), -1),
+    "of a negative length": SegmentSpec(-1, returned(1), 0),
+    "of an overflowing length": SegmentSpec(2**63 - 1, returned(1), 2**63 - 1),
+}
+
+
+@pytest.mark.parametrize("what", BAD_RETURNS)
+def test_a_bad_return_is_a_protocol_error_and_harms_nobody(what: str) -> None:
+    """What the peer has of us stays valid, and so does what we have of it."""
+    a, b = make_pair()
+    with closing(a), closing(b):
+        send_tensor(a, torch.ones(100_000))
+        theirs = take_tensor(b)
+        send_tensor(b, torch.ones(100_000))
+        ours = take_tensor(a)
+        b.stream.send([raw_frame(Ack(), [BAD_RETURNS[what]])], None, lambda: None)
+        with pytest.raises(ProtocolError):
+            receive(a, 1)
+    assert ours.sum() == theirs.sum() == 100_000
+
+
+def test_a_return_where_nothing_is_lent() -> None:
+    a, b = make_pair(shared=False)
+    with closing(a), closing(b):
+        b.stream.send([raw_frame(Ack(), [SegmentSpec(10, returned(1), 0)])], None, lambda: None)
+        with pytest.raises(ProtocolError, match="shared memory"):
+            receive(a, 1)
+
+
+def test_a_return_that_is_read_after_the_end_is_no_fault_of_the_peer() -> None:
+    a, b = make_pair()
+    with closing(a), closing(b):
+        send_tensor(a, torch.ones(100_000))
+        send_back(b, take_tensors(b))
+        lender_of(a).close()  # as by another thread that found the connection lost
+        with pytest.raises(ConnectionError):
+            receive(a, 1)
 
 
 # --- nonsense ---

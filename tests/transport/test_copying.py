@@ -1,13 +1,16 @@
 """Copies by several threads: all bytes arrive, whoever helps, and nobody is waited for who has not begun."""
 
 import ctypes
+import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 
 from telegrad.transport import copying
-from telegrad.transport.copying import ALONE_UP_TO, Copier
+from telegrad.transport.copying import ALONE_UP_TO, Copier, Helpers
 
 SIZES = [0, 1, ALONE_UP_TO, ALONE_UP_TO + 1, 5 * 2**20, 9 * 2**20 + 12_345]
 
@@ -87,3 +90,100 @@ def test_who_has_begun_is_waited_for_and_the_next_copies_are_made_alone(monkeypa
     assert len(asked) == 2
     assert Memory(5 * 2**20 + 1).copied_by(copier)
     assert len(asked) == 2
+
+
+# --- the helpers ---
+
+
+def copiers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "test-copier"]
+
+
+def test_helpers_start_when_the_first_is_asked_and_end_with_close() -> None:
+    helpers = Helpers("test")
+    assert copiers() == []
+    with closing(helpers):
+        ran: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+        for _ in range(10):
+            helpers.ask(lambda: ran.put(threading.current_thread()))
+        started = copiers()
+        assert len(started) == 2
+        assert {ran.get(timeout=10) for _ in range(10)} <= set(started)
+    assert copiers() == []
+
+
+def test_helpers_work_at_once() -> None:
+    """Two at a time: each waits for the other here."""
+    both = threading.Barrier(3)
+    with closing(Helpers("test")) as helpers:
+        for _ in range(2):
+            helpers.ask(lambda: both.wait(10) and None)
+        both.wait(10)
+    assert copiers() == []
+
+
+class Crowded:
+    """A lock that as many threads have come to before one of them gets it."""
+
+    def __init__(self, lock: Any, threads: int) -> None:
+        self._lock = lock
+        self._all_here = threading.Barrier(threads)
+
+    def __enter__(self) -> None:
+        self._all_here.wait(10)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_two_who_ask_first_start_the_helpers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Helpers("test")) as helpers:
+        ran: queue.SimpleQueue[int] = queue.SimpleQueue()
+        askers = [threading.Thread(target=helpers.ask, args=(lambda: ran.put(1),)) for _ in range(2)]
+        with monkeypatch.context() as crowded:
+            crowded.setattr(helpers, "_lock", Crowded(helpers._lock, len(askers)))
+            for asker in askers:
+                asker.start()
+            for asker in askers:
+                asker.join(10)
+        assert sum(ran.get(timeout=10) for _ in askers) == 2
+        assert len(copiers()) == 2
+
+
+def test_helpers_that_nobody_asked_close_and_close_again() -> None:
+    helpers = Helpers("test")
+    helpers.close()
+    helpers.close()
+    assert copiers() == []
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_who_asks_after_the_end_gets_no_help_and_leaves_nothing(begun: bool) -> None:
+    """A connection may still be copying while its worker ends: it copies alone then."""
+    helpers = Helpers("test")
+    if begun:
+        helpers.ask(lambda: None)
+    helpers.close()
+    copier = Copier(helpers.ask)
+    for _ in range(3):
+        assert Memory(5 * 2**20).copied_by(copier)
+    assert copiers() == []
+    assert helpers._tasks.empty()
+
+
+def test_helpers_help_on_whatever_the_machine_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may be bound to one core after its connections were made. What they ask for must not pile up."""
+    done = threading.Event()
+    with closing(Helpers("test")) as helpers:
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+        helpers.ask(done.set)
+        assert done.wait(10)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_all_bytes_arrive_with_helpers(nbytes: int) -> None:
+    with closing(Helpers("test")) as helpers:
+        copier = Copier(helpers.ask)
+        for _ in range(5):
+            assert Memory(nbytes).copied_by(copier)

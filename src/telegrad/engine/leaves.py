@@ -127,14 +127,16 @@ def shared_held(nodes: Sequence[Node]) -> Iterator[None]:
 
 
 def repeated(gradients: Iterable[Tensor | None]) -> list[Tensor]:
-    """Those that are there more than once."""
+    """Those whose memory is there more than once. One that two leaves had in common elsewhere comes as two tensors."""
     seen: set[int] = set()
     again = []
     for gradient in gradients:
         if gradient is not None:
-            if id(gradient) in seen:
+            plain = type(gradient) is Tensor and gradient.layout is torch.strided
+            memory = gradient.untyped_storage()._cdata if plain else id(gradient)
+            if memory in seen:
                 again.append(gradient)
-            seen.add(id(gradient))
+            seen.add(memory)
     return again
 
 

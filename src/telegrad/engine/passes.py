@@ -136,7 +136,8 @@ class Pass:
         local = self._local
         if local is None or local.size > _FEW_NODES:
             return False
-        return local.all_told or sum(g.nbytes for g in gradients or () if g is not None) <= _FEW_BYTES
+        # Not by `nbytes`, which a sparse gradient does not have.
+        return local.all_told or sum(g.numel() * g.itemsize for g in gradients or () if g is not None) <= _FEW_BYTES
 
     def take_for_root(self) -> list[tuple[MessageId, Gradients | None]]:
         """What the answer to the root should carry."""

@@ -112,7 +112,15 @@ class Lender:
         self._aliases: dict[int, weakref.ref[Any]] = {}
         # Filled from weakref callbacks, which may run in any thread at any moment: append only, no lock.
         self._let_go: deque[int] = deque()
-        self.lent_bytes = 0
+        self._lent_bytes = 0
+        self._closed = False
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes in blocks that somebody uses, the peer or tensors here."""
+        with self._lock:
+            self._note_let_go()
+            return self._lent_bytes
 
     def take(self, nbytes: int) -> Block:
         """A block of at least `nbytes`, lent from now on. Raises OSError where there is no shared memory to be had."""
@@ -126,7 +134,7 @@ class Lender:
             else:
                 block = self._create(size)
             self._lent[block.number] = block
-            self.lent_bytes += size
+            self._lent_bytes += size
         return block
 
     def _create(self, size: int) -> Block:
@@ -143,6 +151,7 @@ class Lender:
     def give_back(self, numbers: Iterable[int]) -> None:
         """The peer released these."""
         with self._lock:
+            self._check_open()
             self._note_let_go()
             for number in numbers:
                 if number not in self._lent or number in self._released:
@@ -155,7 +164,7 @@ class Lender:
     def _take_in(self, number: int) -> None:
         """Under the lock: nobody uses this block any more."""
         block = self._lent.pop(number)
-        self.lent_bytes -= block.size
+        self._lent_bytes -= block.size
         if self._idle_bytes + block.size > self._idle_limit:
             block.close()
             self._retired.append(number)
@@ -167,10 +176,12 @@ class Lender:
     def regain(self, number: int) -> Any:
         """The memory of a lent block, part of which the peer sent back."""
         with self._lock:
+            self._check_open()
             if number not in self._lent or number in self._released:
                 raise ProtocolError(f"the peer sent back block {number}, which it had not been lent")
             self._regained[number] = self._regained.get(number, 0) + 1
-            alias = self._lent[number].alias()
+            block = self._lent[number]
+        alias = block.alias()
         key = id(alias)
 
         def freed(_: object, number: int = number, key: int = key) -> None:
@@ -179,6 +190,11 @@ class Lender:
 
         self._aliases[key] = weakref.ref(alias, freed)
         return alias
+
+    def _check_open(self) -> None:
+        """Under the lock. Another thread may still read from a connection that was closed: no fault of the peer's."""
+        if self._closed:
+            raise ConnectionResetError("the connection was closed while something was being read from it")
 
     def _note_let_go(self) -> None:
         """Under the lock: take note of the blocks that nothing here aliases any more."""
@@ -239,7 +255,8 @@ class Lender:
             self._regained.clear()
             self._released.clear()
             self._idle.clear()
-            self._idle_bytes = self.lent_bytes = 0
+            self._idle_bytes = self._lent_bytes = 0
+            self._closed = True
 
 
 class Borrower:
@@ -269,13 +286,19 @@ class Borrower:
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """The block in use that this memory lies in, and the offset there; None if it lies elsewhere."""
-        place = bisect.bisect_right(self._by_address, (address, MAX_NUMBER)) - 1
+        by_address = self._by_address  # replaced whole by the thread that reads
+        place = bisect.bisect_right(by_address, (address, MAX_NUMBER)) - 1
         if place < 0:
             return None
-        begin, number = self._by_address[place]
-        if number not in self._in_use or address + nbytes > begin + self._blocks[number].size:
+        begin, number = by_address[place]
+        block = self._blocks.get(number)  # none if another thread retires it, which no tensor here lies in then
+        if block is None or number not in self._in_use or address + nbytes > begin + block.size:
             return None
         return number, address - begin
+
+    def size_of(self, number: int) -> int:
+        """How many bytes a block has."""
+        return self._blocks[number].size
 
     def __contains__(self, number: int) -> bool:
         return number in self._blocks

@@ -30,6 +30,7 @@ _JOIN_UP_TO = 64 * 1024
 _HOLD_UP_TO = 64  # small frames that may wait for one write
 _PADDING = bytes(64)
 _SMALL_ALIGNMENT = 16
+_SMALL_PART = 4  # a block is given back if a fourth of it or more is in use
 
 heap = Heap()
 
@@ -144,7 +145,9 @@ class Connection:
         held: list[bytes] = []
         try:
             if self._outbox or self._has_notices():
-                held = [*self._notices(), *self._drain_outbox()]
+                notices = self._notices()
+                # After what was held back: that may name a block which is free since it was encoded.
+                held = [*self._drain_outbox(), *notices]
                 small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
                 buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
             self.stream.send(buffers, deadline, self.on_blocked)
@@ -203,7 +206,7 @@ class Connection:
     def _fill_block(self, segments: Sequence[Segment]) -> list[SegmentSpec] | None:
         """Copy the segments into one shared block, but for what is given back; None if there is no shared memory."""
         assert self._lender is not None and self.stream.lane is not None
-        back = [self._to_return(segment) for segment in segments]
+        back = self._to_return(segments)
         size = sum(align(s.nbytes) for s, at in zip(segments, back, strict=True) if at is None)
         if not size:
             return [at for at in back if at is not None]
@@ -226,10 +229,20 @@ class Connection:
             offset += align(segment.nbytes)
         return table
 
-    def _to_return(self, segment: Segment) -> SegmentSpec | None:
-        """Where a segment lies in the peer's own memory, if it may be given back."""
-        found = self._borrower.find(segment.address, segment.nbytes) if segment.spare else None
-        return None if found is None else SegmentSpec(segment.nbytes, returned(found[0]), found[1])
+    def _to_return(self, segments: Sequence[Segment]) -> list[SegmentSpec | None]:
+        """Where each segment lies in the peer's own memory, if it may be given back.
+
+        A small part of a block is copied: whoever keeps it would keep the whole block from being used again."""
+        found = [self._borrower.find(s.address, s.nbytes) if s.spare else None for s in segments]
+        going: dict[int, int] = {}
+        for segment, at in zip(segments, found, strict=True):
+            if at is not None:
+                going[at[0]] = going.get(at[0], 0) + segment.nbytes
+        worth = {number for number, nbytes in going.items() if nbytes * _SMALL_PART >= self._borrower.size_of(number)}
+        return [
+            SegmentSpec(segment.nbytes, returned(at[0]), at[1]) if at is not None and at[0] in worth else None
+            for segment, at in zip(segments, found, strict=True)
+        ]
 
     # --- receiving ---
 

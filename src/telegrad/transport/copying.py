@@ -90,7 +90,9 @@ class Helpers:
         self._closed = False
 
     def ask(self, task: Callable[[], None]) -> None:
-        """Have a task run soon."""
+        """Have a task run soon; never, once they are closed."""
+        if self._closed:
+            return
         if not self._threads:
             self._start()
         self._tasks.put(task)
@@ -99,9 +101,8 @@ class Helpers:
         with self._lock:
             if self._threads or self._closed:
                 return
-            self._threads = [
-                threading.Thread(target=self._work, name=self._name, daemon=True) for _ in range(most_helpers())
-            ]
+            count = max(1, most_helpers())  # whoever asks may have counted when there were more cores
+            self._threads = [threading.Thread(target=self._work, name=self._name, daemon=True) for _ in range(count)]
             for thread in self._threads:
                 thread.start()
 
@@ -113,7 +114,8 @@ class Helpers:
         """End the threads."""
         with self._lock:
             self._closed = True
-        for _ in self._threads:
+            threads, self._threads = self._threads, []
+        for _ in threads:
             self._tasks.put(None)
-        for thread in self._threads:
+        for thread in threads:
             thread.join(1.0)

@@ -19,9 +19,8 @@ WORTHWHILE = 32 * 1024  # bytes of one tensor; looking costs as much as copying 
 
 def storages_of(tensors: Sequence[Tensor]) -> frozenset[int]:
     """The identities of the storages that came with a request, those large enough to be worth a look."""
-    return frozenset(
-        [tensor.untyped_storage()._cdata for tensor in tensors if tensor.is_cpu and tensor.nbytes >= WORTHWHILE]
-    )
+    plain = [tensor for tensor in tensors if tensor.is_cpu and tensor.layout is torch.strided]  # others have none
+    return frozenset([tensor.untyped_storage()._cdata for tensor in plain if tensor.nbytes >= WORTHWHILE])
 
 
 def mark_spare(tensors: Sequence[Tensor], segments: Sequence[Segment], came: frozenset[int]) -> list[Segment]:
