@@ -149,13 +149,15 @@ class Agent:
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
         slot.since = now
-        slot.complete = complete
-        slot.future = future
-        slot.attended = attended
-        slot.definition = definition
         slot.link = link = self.link(member)
+        if complete is not None:
+            slot.complete = complete
+            slot.attended = attended
         if future is not None:
+            slot.future = future
             future.awaited = slot
+        if definition:
+            slot.definition = definition
         link.request(slot, message, packed.payload, tensors, memory)
         return slot
 

@@ -30,8 +30,6 @@ _BY_NAME = (FunctionType, BuiltinFunctionType, type)
 _MAX_FUNCTIONS = 4096
 _NOT_NUMBERED = 0
 
-LATER = object()  # instead of a result that is not there yet
-
 Result = Callable[[Any], None]
 Failure = Callable[[BaseException], None]
 
@@ -126,16 +124,26 @@ def resolve(session: Session, number: int) -> Any:
     return function
 
 
-def run_call(
-    agent: Agent, request: Request, call: PythonCall | PythonRemoteCall, done: Result, failed: Failure | None = None
-) -> Any:
-    """Run the call of a request. Returns its result, which nothing here holds any longer; or `LATER`, if the result
-    will be given to `done`.
+class Later:
+    """Instead of a result that is not there yet: that of a coroutine, or of a function that returned a future."""
 
-    An error is raised if it comes at once, else it is given to `failed`, which is by default to reply with it.
-    """
-    if failed is None:
-        failed = functools.partial(agent.fail, request)
+    __slots__ = ("_agent", "_func", "_result")
+
+    def __init__(self, agent: Agent, func: Any, result: Any) -> None:
+        self._agent = agent
+        self._func = func
+        self._result = result
+
+    def give_to(self, done: Result, failed: Failure) -> None:
+        """Call one of the two when the result is there, from whichever thread."""
+        if isinstance(self._result, CoroutineType):
+            agent_loop(self._agent).run(self._result, done, failed)
+        else:
+            _when_done(self._func, self._result, done, failed)
+
+
+def run_call(agent: Agent, request: Request, call: PythonCall | PythonRemoteCall) -> Any:
+    """Run the call of a request; its result, which nothing here holds any longer, or a `Later`."""
     frame = request.frame
     try:
         func: Any = resolve(request.session, call.function) if call.function else None
@@ -155,13 +163,8 @@ def run_call(
     else:
         with request.scope():
             result = func(*args, **kwargs)
-    if isinstance(result, CoroutineType):
-        agent_loop(agent).run(result, done, failed)
-        return LATER
-    if hasattr(func, ASYNC_MARK):
-        del args, kwargs
-        _when_done(func, result, done, failed)
-        return LATER
+    if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
+        return Later(agent, func, result)
     return result
 
 
@@ -185,16 +188,18 @@ def serve_call(agent: Agent, request: Request) -> None:
     """The handler of `PythonCall`."""
     message = request.message
     assert type(message) is PythonCall
-    main_by_value = request.session.main_by_value
+    result = run_call(agent, request, message)
+    if type(result) is Later:
+        result.give_to(functools.partial(_reply_with, agent, request), functools.partial(agent.fail, request))
+        return
+    packed = pack_for(agent, request.caller, result, request.session.main_by_value)
+    del result  # so that memory that nobody else holds can go back without a copy
+    agent.reply(request, PythonReply(), packed)
 
-    def done(result: Any) -> None:
-        agent.reply(request, PythonReply(), pack_for(agent, request.caller, result, main_by_value))
 
-    result = run_call(agent, request, message, done)
-    if result is not LATER:
-        packed = pack_for(agent, request.caller, result, main_by_value)
-        del result  # so that memory that nobody else holds can go back without a copy
-        agent.reply(request, PythonReply(), packed)
+def _reply_with(agent: Agent, request: Request, result: Any) -> None:
+    packed = pack_for(agent, request.caller, result, request.session.main_by_value)
+    agent.reply(request, PythonReply(), packed)
 
 
 class EventLoop:

@@ -136,6 +136,8 @@ def _cuda_device(device: DeviceLike) -> torch.device:
 
 def as_timeout(seconds: Any) -> float:
     """A user's timeout as a number; anything else is a TypeError that shows what came."""
+    if seconds is UNSET_RPC_TIMEOUT:  # as in most calls
+        return float(UNSET_RPC_TIMEOUT)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"a timeout is a number of seconds (0 for no limit), got {seconds!r}")
     if seconds < 0 and seconds != UNSET_RPC_TIMEOUT:

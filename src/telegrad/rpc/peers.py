@@ -48,6 +48,10 @@ class Peers:
     def find(self, to: str | int | WorkerInfo) -> Member:
         """The member meant by a name, an id or a WorkerInfo; asks the meeting place about one it is not linked with."""
         member = self._known(to)
+        if member is not None:
+            link = self._links.get(member.worker_id)
+            if link is not None and link.member is member and link.current is not None:
+                return member
         if (member is None or self._linked(member) is None) and not self._agent.closing:
             self.look_for_news()  # it may be new, or have been started again
             member = self._known(to)

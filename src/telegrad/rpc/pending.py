@@ -17,46 +17,30 @@ FOREVER = float("inf")
 class Slot:
     """One request on its way: what it was, until when it may take, and how its caller learns of the end."""
 
-    __slots__ = (
-        "attended",
-        "complete",
-        "deadline",
-        "definition",
-        "done",
-        "error",
-        "frame",
-        "future",
-        "link",
-        "request_id",
-        "resend",
-        "since",
-        "subject",
-        "timeout",
-        "wake",
-    )
+    # No `__slots__`, but defaults of the class: a call sets few of these, and there are many calls.
+    request_id = 0
+    link: Any = None  # the one it was sent on
+    since = 0.0  # when it was asked
+    frame: Frame | None = None
+    error: BaseException | None = None
+    done = False
+    # For a caller that is not waiting in person: called with the slot when it is done.
+    complete: "Callable[[Slot], None] | None" = None
+    # Its caller will come and wait in person, so nobody else need look for the reply until then.
+    attended = False
+    # The future that `complete` will set, if that is what it does.
+    future: Any = None
+    # Releases the caller that waits while another thread reads.
+    wake: Any = None
+    # What was given to the connection, to send again over a new one, and the definition of the function if the message
+    # has only the number that stands for it.
+    resend: tuple[Any, ...] = ()
+    definition = b""
 
     def __init__(self, subject: str | Callable[[], str], timeout: float, deadline: float) -> None:
         self.subject = subject
         self.timeout = timeout
         self.deadline = deadline
-        self.since = 0.0  # when it was asked
-        self.request_id = 0
-        self.link: Any = None  # the one it was sent on
-        self.frame: Frame | None = None
-        self.error: BaseException | None = None
-        self.done = False
-        # For a caller that is not waiting in person: called with the slot when it is done.
-        self.complete: Callable[[Slot], None] | None = None
-        # Its caller will come and wait in person, so nobody else need look for the reply until then.
-        self.attended = False
-        # The future that `complete` will set, if that is what it does.
-        self.future: Any = None
-        # Releases the caller that waits while another thread reads.
-        self.wake: Any = None
-        # What was given to the connection, to send again over a new one, and the definition of the function if the
-        # message has only the number that stands for it.
-        self.resend: tuple[Any, ...] = ()
-        self.definition = b""
 
     def wait(self) -> None:
         """Wait in person until it is done; raises RpcTimeout at the deadline, unless `complete` takes the error."""

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from telegrad.errors import RRefError
-from telegrad.rpc.invoke import LATER, run_call
+from telegrad.rpc.invoke import Later, run_call
 from telegrad.rpc.packing import pack_for
 from telegrad.rpc.request import Request
 from telegrad.rref.actions import Refuse, SendAck
@@ -66,8 +66,10 @@ def serve_creation(references: References, request: Request) -> None:
         value.fail(RemoteFailure(error, agent.info))
 
     try:
-        result = run_call(agent, request, call, done, failed)
-        if result is not LATER:
+        result = run_call(agent, request, call)
+        if type(result) is Later:
+            result.give_to(done, failed)
+        else:
             done(result)
     except Exception as error:
         failed(error)
