@@ -60,5 +60,4 @@ def call(caller: str, to: str, func: Any, *args: Any, timeout: float = 20.0) -> 
     """Call a function from one agent on another, and wait."""
     agent = agents[caller]
     member = agent.find(to)
-    slot, on_reply = start_call(agent, member, func, args, {}, timeout)
-    return wait_for_value(agent, member, slot, on_reply)
+    return wait_for_value(start_call(agent, member, func, args, {}, timeout))

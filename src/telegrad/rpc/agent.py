@@ -137,6 +137,7 @@ class Agent:
         what: str | Callable[[], str],
         complete: Callable[[Slot], None] | None = None,
         future: Future[Any] | None = None,
+        on_reply: OnReply | None = None,
         definition: bytes = b"",
         attended: bool = False,
     ) -> Slot:
@@ -156,6 +157,8 @@ class Agent:
         if future is not None:
             slot.future = future
             future.awaited = slot
+        if on_reply is not None:
+            slot.on_reply = on_reply
         if definition:
             slot.definition = definition
         link.request(slot, message, packed.payload, tensors, memory)
@@ -200,17 +203,17 @@ class Agent:
         frame, slot.frame = slot.frame, None
         return [] if frame is None else frame.take_tensors()
 
-    def value(self, slot: Slot, member: Member, on_reply: OnReply | None = None) -> Any:
-        """The value that `member` sent as the reply of a call."""
+    def value(self, slot: Slot) -> Any:
+        """The value that came as the reply of a call."""
         frame = self.reply_frame(slot)
         tensors = frame.take_tensors()
-        if on_reply is not None:
+        if slot.on_reply is not None:
             try:
-                _, tensors = on_reply(frame.message, tensors)
+                _, tensors = slot.on_reply(frame.message, tensors)
             except BaseException:
-                discard(self, member, frame.payload, tensors)
+                discard(self, slot.link.member, frame.payload, tensors)
                 raise
-        return unpack_from(self, member, frame.payload, tensors) if len(frame.payload) else None
+        return unpack_from(self, slot.link.member, frame.payload, tensors) if len(frame.payload) else None
 
     def late_reply(self, frame: Frame, member: Member) -> None:
         """A reply came that nobody waits for any more."""

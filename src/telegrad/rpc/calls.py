@@ -1,6 +1,5 @@
 """`rpc_sync` and `rpc_async`: a function, some arguments, another worker."""
 
-import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -23,7 +22,7 @@ Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 Worker = str | int | WorkerInfo
 # What to do when the reply has come or will not, in whichever thread finds out.
-Complete = Callable[[OnReply | None, Slot], None]
+Complete = Callable[[Slot], None]
 
 NOTHING = Packed(b"", [])
 
@@ -55,7 +54,7 @@ def start_call(
     complete: Complete | None = None,
     future: Future[Any] | None = None,
     patience: float | None = None,
-) -> tuple[Slot, OnReply | None]:
+) -> Slot:
     """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         _mark_in_profile(agent, member, func, make, future)
@@ -64,7 +63,7 @@ def start_call(
     link = agent.link(member)
     number, definition, full, packed = pack_call(agent, link, func, args, kwargs)
     message = make(number, definition, timeout)
-    started = start_request(
+    slot = start_request(
         agent,
         member,
         message,
@@ -77,7 +76,7 @@ def start_call(
     )
     if definition:
         remember_function(link, func, number, definition)
-    return started
+    return slot
 
 
 def _mark_in_profile(agent: Agent, member: Member, func: Any, make: Any, future: Future[Any] | None) -> None:
@@ -98,7 +97,7 @@ def start_request(
     definition: bytes = b"",
     complete: Complete | None = None,
     future: Future[Any] | None = None,
-) -> tuple[Slot, OnReply | None]:
+) -> Slot:
     """Send a request that carries values of the user, past the hooks of the layers above."""
     on_reply: OnReply | None = None
     try:
@@ -107,29 +106,36 @@ def start_request(
             if wrapped is not None:
                 message, on_reply = wrapped
         agent.calls_made += 1
-        done = None if complete is None else functools.partial(complete, on_reply)
-        slot = agent.send(
-            member, message, packed, timeout=timeout, what=what, complete=done, future=future, definition=definition
+        return agent.send(
+            member,
+            message,
+            packed,
+            timeout=timeout,
+            what=what,
+            complete=complete,
+            future=future,
+            on_reply=on_reply,
+            definition=definition,
         )
     except BaseException:
         take_back(packed)
         if on_reply is not None:
             on_reply.unsent()
         raise
-    return slot, on_reply
 
 
-def wait_for_value(agent: Agent, member: Member, slot: Slot, on_reply: OnReply | None) -> Any:
+def wait_for_value(slot: Slot) -> Any:
     """Wait in person for the reply of a request; its value."""
     slot.wait()
-    return agent.value(slot, member, on_reply)
+    return slot.link.agent.value(slot)
 
 
-def complete_future(agent: Agent, member: Member, future: Future[Any], on_reply: OnReply | None, slot: Slot) -> None:
+def complete_future(slot: Slot) -> None:
     """The reply of a request came, or will not: complete its future."""
+    future = slot.future
     future.awaited = None
     try:
-        value = agent.value(slot, member, on_reply)
+        value = slot.link.agent.value(slot)
     except BaseException as error:
         future.set_exception(error)
         return
@@ -182,8 +188,7 @@ def rpc_sync(
     while True:
         member = agent.find(to)
         try:
-            slot, on_reply = start_call(agent, member, func, args, kwargs, timeout)
-            return wait_for_value(agent, member, slot, on_reply)
+            return wait_for_value(start_call(agent, member, func, args, kwargs, timeout))
         except WorkerDied as error:
             if retries <= 0 or error.incarnation != member.incarnation:  # it lives, and tells of the end of another
                 raise
@@ -211,9 +216,8 @@ def rpc_async(
     agent = require_agent()
     member = agent.find(to)
     future: Future[Any] = Future(what=f"{name_of(func)}() on worker {member.name!r}")
-    complete = functools.partial(complete_future, agent, member, future)
     try:
-        start_call(agent, member, func, args, kwargs, as_timeout(timeout), complete=complete, future=future)
+        start_call(agent, member, func, args, kwargs, as_timeout(timeout), complete=complete_future, future=future)
     except (WorkerDied, RpcTimeout) as error:
         future.set_exception(error)
     return future

@@ -30,6 +30,7 @@ class Slot:
     attended = False
     # The future that `complete` will set, if that is what it does.
     future: Any = None
+    on_reply: Any = None  # what a layer above does with the reply before it is unpacked
     # Releases the caller that waits while another thread reads.
     wake: Any = None
     # What was given to the connection, to send again over a new one, and the definition of the function if the message

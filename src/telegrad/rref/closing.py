@@ -87,8 +87,7 @@ def _report(references: References, held: Iterable[tuple[PeerId, RRefId]]) -> No
             continue
         try:
             arguments = ([Loan(rref_id) for rref_id in rref_ids],)
-            slot, on_reply = start_call(references.agent, member, _type_names, arguments, None, _PATIENCE)
-            types = wait_for_value(references.agent, member, slot, on_reply)
+            types = wait_for_value(start_call(references.agent, member, _type_names, arguments, None, _PATIENCE))
         except (TelegradError, OSError) as error:
             log.debug("the types of what %s owns are not known: %s", member.name, error)
             types = {"value": len(rref_ids)}

@@ -8,7 +8,6 @@ from typing import Any
 
 from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId
-from telegrad.rpc.agent import OnReply
 from telegrad.rpc.calls import name_of, start_call, start_request, wait_for_value
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
@@ -114,14 +113,14 @@ class UserHandle:
         self.check_usable("to_here() on it")
         agent = self._references.agent
         timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
-        slot, on_reply = start_request(
+        slot = start_request(
             agent,
             self.owner,
             RRefFetch(self.rref_id, timeout),
             timeout=timeout,
             what=lambda: f"to_here() of {self} on worker {self.owner.name!r}",
         )
-        return wait_for_value(agent, self.owner, slot, on_reply)
+        return wait_for_value(slot)
 
     def confirmed(self) -> bool:
         """Whether the owner knows this handle. One that came in a call is waited for: its owner has been asked."""
@@ -197,12 +196,11 @@ def _created(
     rref_id: RRefId,
     fork_id: ForkId,
     creation: Creation,
-    on_reply: OnReply | None,
     slot: Slot,
 ) -> None:
     """The reply of a creation came, or will not."""
     try:
-        references.agent.value(slot, owner, on_reply)
+        references.agent.value(slot)
     except Exception as error:  # it did not run: the owner died, or could not take it
         _not_created(references, owner, rref_id, fork_id, creation, error)
         return

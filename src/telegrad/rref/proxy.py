@@ -16,6 +16,7 @@ from telegrad.rpc.calls import complete_future, start_call, wait_for_value
 from telegrad.rpc.functions import async_execution
 from telegrad.rpc.futures import Future
 from telegrad.rpc.invoke import ASYNC_MARK
+from telegrad.rpc.pending import Slot
 from telegrad.rref.handles import OwnerHandle, create
 from telegrad.rref.loan import Loan
 from telegrad.rref.outcome import Outcome
@@ -69,20 +70,22 @@ def type_of(rref: "RRef[Any]", timeout: float) -> Future[type]:
     return future
 
 
-def _start(rref: "RRef[Any]", invoke: Method, args: tuple[Any, ...], timeout: float, future: Future[Any] | None) -> Any:
+def _start(
+    rref: "RRef[Any]", invoke: Method, args: tuple[Any, ...], timeout: float, future: Future[Any] | None
+) -> Slot:
     """Call `invoke` on the owner, with the value before `args`."""
     handle = rref._handle
     handle.check_usable("a method on it")
-    agent, owner, complete = handle.references.agent, handle.owner, None
-    if future is not None:
-        # The handle is kept until the call is done: the owner counts on it.
-        complete = partial(_complete, rref, partial(complete_future, agent, owner, future))
+    # The handle is kept until the call is done: the owner counts on it.
+    complete = None if future is None else partial(_complete, rref)
     arguments = (Loan(handle.rref_id), *args)
-    return start_call(agent, owner, invoke, arguments, None, timeout, complete=complete, future=future)
+    return start_call(
+        handle.references.agent, handle.owner, invoke, arguments, None, timeout, complete=complete, future=future
+    )
 
 
-def _complete(_: "RRef[Any]", complete: Callable[..., None], *args: Any) -> None:
-    complete(*args)
+def _complete(_: "RRef[Any]", slot: Slot) -> None:
+    complete_future(slot)
 
 
 def _how_to_invoke(cls: Any, method: str) -> Method:
@@ -112,8 +115,7 @@ class SyncProxy(_Proxy):
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         rref = self._rref
         invoke = _how_to_invoke(type_of(rref, self._timeout).wait(), method)
-        slot, on_reply = _start(rref, invoke, (method, args, kwargs), self._timeout, None)
-        return wait_for_value(rref._handle.references.agent, rref._handle.owner, slot, on_reply)
+        return wait_for_value(_start(rref, invoke, (method, args, kwargs), self._timeout, None))
 
 
 class AsyncProxy(_Proxy):
