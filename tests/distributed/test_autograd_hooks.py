@@ -130,6 +130,35 @@ def gradient_in_one_process(x: Tensor) -> Tensor:
     return weight.grad
 
 
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def ask_in_turn(x: Tensor, others: tuple[str, ...]) -> Tensor:
+    """Call the others, and during the backward pass, when the gradient has come from them, call them again."""
+    x.register_hook(lambda g: sum((rpc.rpc_sync(other, twice, args=(g,)) for other in others), torch.zeros_like(g)))
+    return sum((rpc.rpc_sync(other, twice, args=(x,)) for other in others), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("size", [2, 100_000])
+@pytest.mark.parametrize("others", [("worker1",), ("worker1", "worker2"), ("worker1", "worker1")])
+def test_a_hook_may_call_the_worker_that_the_gradient_came_from(
+    trio: Cluster, size: int, others: tuple[str, ...]
+) -> None:
+    """The thread that reads the answers runs no hook: it would wait for a reply that nobody reads."""
+    x = torch.ones(size, requires_grad=True)
+    with autograd.context() as context_id:
+        y = ask_in_turn(x, others)
+        autograd.backward(context_id, [y.sum()], timeout=20)
+        expected = (2.0 * len(others)) ** 2
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((size,), expected))
+    leaf = torch.ones(size, requires_grad=True)
+    with autograd.context() as context_id:
+        z = rpc.rpc_sync("worker2", ask_in_turn, args=(leaf, ("worker1", "worker0")))
+        autograd.backward(context_id, [z.sum()], timeout=20)
+        assert torch.equal(autograd.get_gradients(context_id)[leaf], torch.full((size,), 16.0))
+
+
 @pytest.mark.slow
 def test_data_parallel_replicas_reduce(trio: Cluster, tmp_path: Path) -> None:
     store = str(tmp_path / "store")

@@ -31,6 +31,8 @@ class Roll:
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._lock = threading.Lock()
         self._asked: list[Slot] = []
+        self._taken: set[Slot] = set()  # those whose answers have been looked at
+        self._attended: Slot | None = None  # the one whose answer the root is waiting for in person
         self._open: list[str] = []  # the worker of each request that has no answer yet
         self._waiting = False
         self._named: set[WorkerId] = set()  # participants that others told of
@@ -54,7 +56,7 @@ class Roll:
                 packed,
                 timeout=0.0,
                 what=lambda: what,
-                complete=lambda slot: self._answered(member, slot),
+                complete=self._answered,
                 attended=True,
             )
         except BaseException:
@@ -67,7 +69,22 @@ class Roll:
         if waiting:  # the root is waiting already and will not come for this reply in person
             slot.link.look_out()
 
-    def _answered(self, member: Member, slot: Slot) -> None:
+    def _answered(self, slot: Slot) -> None:
+        """An answer came, or will not: called by the thread that reads, for all who wait for a reply of that worker.
+
+        With gradients hooks of the user may run, which may wait for a reply themselves: never in this thread."""
+        if slot.frame is not None and type(slot.frame.message) is PassDone and slot.frame.message.gradients:
+            if slot is not self._attended:
+                self._agent.crew.submit(lambda: self._take_answer(slot))
+        else:
+            self._take_answer(slot)
+
+    def _take_answer(self, slot: Slot) -> None:
+        with self._lock:
+            if slot in self._taken:
+                return  # by another thread
+            self._taken.add(slot)
+        member: Member = slot.link.member
         named: set[WorkerId] = set()
         unanswered = slot.error is not None
         try:
@@ -117,6 +134,7 @@ class Roll:
             self._give_up(error)
         # What was asked knows this roll, and the pass does: they would keep each other alive.
         self._asked.clear()
+        self._taken.clear()
         if self.error is not None:
             self._abort()
             raise self.error
@@ -146,7 +164,9 @@ class Roll:
             if self.error is not None:
                 return
             slot.deadline = self._deadline
+            self._attended = slot
             slot.wait()
+            self._take_answer(slot)
 
     def _sleep(self) -> None:
         left = self._deadline - time.monotonic()
