@@ -193,12 +193,13 @@ class Replies:
             self._link.lost(connection)
             return
         self.last_heard = time.monotonic()
+        acknowledge = False
         for frame in frames:
-            large = frame.is_large  # before its tensors are taken out of it
+            acknowledge |= frame.is_large  # before its tensors are taken out of it
             self._take(frame)
-            if large or len(self._received) > _MOST_UNACKNOWLEDGED:
-                self._acknowledge(connection)
         self._flush(connection)
+        if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
+            self._acknowledge(connection)
 
     def _take(self, frame: Frame) -> None:
         if frame.kind == Kind.NOTICE:
@@ -226,7 +227,7 @@ class Replies:
             log.debug("what was held back for %s goes over its next connection", self._link.member.name)
 
     def _acknowledge(self, connection: Connection) -> None:
-        """A large reply came, or many: let their sender forget them now rather than with the next request.
+        """A large reply came, or many: let their sender forget them soon, if no request follows at once.
 
         A header acknowledges all before the oldest request that waits. If that waits for long, those behind it must be
         named, or their replies would pile up at the worker."""
@@ -234,7 +235,8 @@ class Replies:
         lowest = self._pending.lowest()
         named = array.array("Q", [request_id for request_id in received if request_id >= lowest])
         try:
-            connection.send(Kind.NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)  # flushed by the reader
+            connection.send(Kind.NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
+            self._agent.flusher.within(LAZY, connection)
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self._link.member.name)
 

@@ -29,7 +29,7 @@ ALIGNMENT = 64
 INLINE = -1  # the block number of a segment that travels in the frame itself
 _RETURNED = -2  # those from here down are the receiver's own blocks, which come back
 
-READ_SIZE = 256 * 1024
+READ_SIZE = 64 * 1024
 MAX_HEAD = 64 * 2**20
 MAX_FRAME = 64 * 2**30
 LARGE_PAYLOAD = 64 * 1024
