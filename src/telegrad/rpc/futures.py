@@ -25,15 +25,16 @@ S = TypeVar("S")
 class Future(torch.futures.Future[T]):
     """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`."""
 
+    # Where the reply will come; dropped at completion. No closure: each object that a call in flight leaves behind is
+    # one more for the garbage collector to walk.
+    awaited: Slot | None = None
+    has_callbacks = False
+    settling = False  # whether a thread that must not run callbacks is about to complete it
+    _failure: "_Failure | None" = None
+
     def __init__(self, *, devices: list[Any] | None = None, what: str = "a call") -> None:
         torch._C.Future.__init__(self, [torch.device(d) for d in devices] if devices else [])
         self.what = what
-        # Where the reply will come; dropped at completion. No closure: each object that a call leaves behind while in
-        # flight is one more for the garbage collector to walk.
-        self.awaited: Slot | None = None
-        self.has_callbacks = False
-        self.settling = False  # whether a thread that must not run callbacks is about to complete it
-        self._failure: _Failure | None = None
 
     @property
     def failed(self) -> bool:

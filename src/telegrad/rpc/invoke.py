@@ -21,7 +21,7 @@ from telegrad.rpc.link import Link
 from telegrad.rpc.packing import discard, pack_for, unpack_from
 from telegrad.rpc.request import Request
 from telegrad.rpc.session import Definition, Session
-from telegrad.wire.codec import Packed, pack, unpack
+from telegrad.wire.codec import EMPTY_CALL, Packed, pack, unpack
 from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
@@ -39,18 +39,15 @@ def pack_call(agent: Agent, link: Link, func: Any, args: Any, kwargs: Any) -> tu
     args = tuple(args) if args else ()
     if isinstance(func, _BY_NAME):
         known = link.functions.get(func)
-        if known is None:
+        new = known is None
+        if new:
             known = _define(link, func)
-            if known is not None:
-                number, definition = known
-                return (
-                    number,
-                    definition,
-                    definition,
-                    pack_for(agent, link.member, (args, kwargs or {}), link.main_by_value),
-                )
-        else:
-            return known[0], b"", known[1], pack_for(agent, link.member, (args, kwargs or {}), link.main_by_value)
+        if known is not None:
+            number, full = known
+            packed = (
+                pack_for(agent, link.member, (args, kwargs or {}), link.main_by_value) if args or kwargs else EMPTY_CALL
+            )
+            return number, full if new else b"", full, packed
     packed = pack_for(agent, link.member, (_sendable(func), args, kwargs or {}), link.main_by_value)
     return _NOT_NUMBERED, b"", b"", packed
 

@@ -87,7 +87,7 @@ class Pending:
             self._last += 1
             slot.request_id = self._last
             self._slots[self._last] = slot
-            lowest = self._advance()
+            lowest = self._lowest if self._lowest in self._slots else self._advance()
             earliest = slot.complete is not None and slot.deadline < self._next_deadline
             if earliest:
                 self._next_deadline = slot.deadline

@@ -83,6 +83,9 @@ def pack_object(value: Any, *, main_by_value: bool = False) -> Packed:
         return _pack_with_cloudpickle(value, main_by_value)
 
 
+EMPTY_CALL = Packed(_PAYLOAD_EMPTY_CALL, [])  # of a function without arguments
+
+
 def pack_flat(value: Any) -> Packed | None:
     """Take apart what needs no pickling: None, a tensor, a tuple or a call of tensors and plain scalars."""
     if value is None:
@@ -90,7 +93,7 @@ def pack_flat(value: Any) -> Packed | None:
     cls = type(value)
     if cls is tuple:
         if len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict and not value[1]:
-            return _pack_tuple(_FLAT_CALL, value[0]) if value[0] else Packed(_PAYLOAD_EMPTY_CALL, [])
+            return _pack_tuple(_FLAT_CALL, value[0]) if value[0] else EMPTY_CALL
         return _pack_tuple(_FLAT_TUPLE, value)
     if cls is Tensor and not value.__dict__:
         return Packed(_PAYLOAD_TENSOR, [value])
