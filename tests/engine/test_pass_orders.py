@@ -10,7 +10,7 @@ anything afterwards; and after the end of the context nobody remembers it.
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from types import SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +59,7 @@ class Worker:
         self.closing = False
         self.heard_dead: set[str] = set()
         self.asked: dict[str, list[Slot]] = {}  # without a reply yet, by worker
+        self.tasks: deque[Callable[[], None]] = deque()  # what its crew has yet to do
         self.extensions: dict[type, Any] = {}
         self.directory = SimpleNamespace(by_id=lambda worker: world.workers[worker].member)
         self.crew = SimpleNamespace(submit=self.submit)
@@ -81,7 +82,7 @@ class Worker:
     # --- what the engine asks of its agent ---
 
     def submit(self, task: Callable[[], None]) -> None:
-        task()  # it sends notices: when those arrive is free, when they leave decides nothing
+        self.tasks.append(task)
 
     def send(self, member: Member, message: AnyMessage, packed: Packed = NOTHING, **given: Any) -> Slot:
         if member.name in self.heard_dead:
@@ -211,6 +212,9 @@ class World:
                 found[f"{kind} {sender} to {receiver}"] = self._delivery(
                     kind, by_name[sender], by_name[receiver], stream
                 )
+        for worker in self.workers:
+            if worker.alive and worker.tasks:
+                found[f"a task of {worker.name}"] = lambda worker=worker: worker.tasks.popleft()()
         if self.late_calls:
             found["late call"] = self.late_call
         if self.victim is not None and self.victim.alive:
@@ -288,7 +292,7 @@ class World:
             tuple(self._state_of(worker) for worker in self.workers),
             len(self.late_calls),
             roll and (tuple(sorted(roll._open)), frozenset(roll._named), _kind(roll.error), roll._ended),
-            roll and tuple(slot.done for slot in roll._asked),
+            roll and tuple((slot.done, slot.complete is None) for slot in roll._asked),
         )
 
     def _state_of(self, worker: Worker) -> Hashable:
@@ -308,7 +312,8 @@ class World:
             for p in worker.service.passes()
         )
         knows = context and (frozenset(context.participants), _kind(context.failure), len(context.orphans))
-        return worker.alive, frozenset(worker.heard_dead), knows, passes
+        tasks = tuple(task.__qualname__ for task in worker.tasks if isinstance(task, FunctionType | MethodType))
+        return worker.alive, frozenset(worker.heard_dead), knows, passes, len(worker.tasks), tasks
 
 
 def _show(content: tuple[Any, ...]) -> Hashable:

@@ -18,7 +18,7 @@ from telegrad.rpc.blocking import blocking
 from telegrad.rpc.pending import FOREVER, Slot
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
-from telegrad.wire.messages import AnyMessage, PassDone
+from telegrad.wire.messages import AnyMessage, BeginPass, PassDone
 
 
 class Roll:
@@ -31,7 +31,6 @@ class Roll:
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._lock = threading.Lock()
         self._asked: list[Slot] = []
-        self._taken: set[Slot] = set()  # those whose answers have been looked at
         self._attended: Slot | None = None  # the one whose answer the root is waiting for in person
         self._open: list[str] = []  # the worker of each request that has no answer yet
         self._waiting = False
@@ -64,7 +63,8 @@ class Roll:
                 self._open.remove(member.name)
             raise
         with self._lock:
-            self._asked.append(slot)
+            # First those that may answer with gradients, so that the root takes these in person.
+            self._asked.insert(len(self._asked) if type(message) is BeginPass else 0, slot)
             waiting = self._waiting
         if waiting:  # the root is waiting already and will not come for this reply in person
             slot.link.look_out()
@@ -81,9 +81,9 @@ class Roll:
 
     def _take_answer(self, slot: Slot) -> None:
         with self._lock:
-            if slot in self._taken:
-                return  # by another thread
-            self._taken.add(slot)
+            if slot.complete is None:
+                return  # another thread was first
+            slot.complete = None  # it knows this roll, and the roll knows it: they would keep each other alive
         member: Member = slot.link.member
         named: set[WorkerId] = set()
         unanswered = slot.error is not None
@@ -134,7 +134,6 @@ class Roll:
             self._give_up(error)
         # What was asked knows this roll, and the pass does: they would keep each other alive.
         self._asked.clear()
-        self._taken.clear()
         if self.error is not None:
             self._abort()
             raise self.error
