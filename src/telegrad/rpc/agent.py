@@ -222,16 +222,17 @@ class Agent:
 
     def complete(self, slot: Slot) -> None:
         """Complete a slot from a thread that must not run a user's callbacks."""
-        assert slot.complete is not None
+        complete = slot.complete
+        if complete is None:
+            return  # its caller came for the reply in person, and was first
         future = slot.future
         if future is not None:
             future.settling = True  # before looking: see `Future.add_done_callback`
             if future.has_callbacks and not self.closing:
                 future.settling = False
-                complete = slot.complete
                 self.crew.submit(lambda: complete(slot))
                 return
-        slot.complete(slot)
+        complete(slot)
 
     # --- serving ---
 
