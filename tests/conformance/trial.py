@@ -14,8 +14,11 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.common_distributed import TEST_SKIPS, MultiProcessTestCase
+
+from tests.waiting import wait_until
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -136,8 +139,24 @@ def _keep_process_groups() -> None:
     distributed_c10d._new_process_group_helper = make_and_keep
 
 
+def _await_default_group() -> None:
+    """Let no group be made before the default one, which the main thread of this rank is making.
+
+    `DdpUnderDistAutogradTest` has its trainers make groups as soon as the master has joined the default group, which
+    may be before they have themselves. The slower a call is, the less often that shows.
+    """
+    make_group = dist.new_group
+
+    def wait_and_make(*args: Any, **kwargs: Any) -> Any:
+        wait_until(dist.is_initialized, 30)
+        return make_group(*args, **kwargs)
+
+    dist.new_group = wait_and_make
+
+
 def _run_rank(case: Any, test: str, rank: int, store: str) -> int:
     _keep_process_groups()
+    _await_default_group()
     ours, theirs = Pipe()
     try:
         case._run(rank, test, store, theirs)
