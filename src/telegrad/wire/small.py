@@ -26,6 +26,19 @@ _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
 _PARAMETER = int(Flag.PARAMETER)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its elements one after another in host memory, and nothing else but a dtype and a shape."""
+    cls = type(tensor)
+    return (
+        (cls is Tensor or cls is Parameter)
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
 def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] | None:
     """Specs and a copy of all bytes, if these are few, contiguous, on the CPU, and no two tensors share memory."""
     specs: list[TensorSpec] = []
@@ -34,20 +47,12 @@ def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] 
     storages = set()
     try:
         for tensor in tensors:
-            cls = type(tensor)
-            if (
-                (cls is not Tensor and cls is not Parameter)
-                or tensor.layout is not torch.strided
-                or not tensor.is_cpu
-                or tensor.is_nested
-                or not tensor.is_contiguous()
-                or tensor.is_neg()
-            ):
+            if not is_plain(tensor):
                 return None
             nbytes = tensor.nbytes
             left -= nbytes
             address = tensor.data_ptr()
-            spec = _spec(tensor.dtype, tensor.shape, tensor.requires_grad, cls is Parameter)
+            spec = _spec(tensor.dtype, tensor.shape, tensor.requires_grad, type(tensor) is Parameter)
             if left < 0 or not address or not nbytes or spec is None:
                 return None
             if len(tensors) > 1:

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from telegrad.errors import SerializationError
 from telegrad.wire.assembly import Assembly, checked_size, dtype_of, finish
 from telegrad.wire.segments import Segment, contiguous_strides, cover_storage, segment_bytes, segment_view
-from telegrad.wire.small import PLAIN_CODES, describe_small
+from telegrad.wire.small import PLAIN_CODES, describe_small, is_plain
 from telegrad.wire.specs import (
     COMPRESSED_KINDS,
     DTYPE_CODES,
@@ -55,15 +55,7 @@ def describe(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]
     try:
         # The common message: contiguous CPU tensors, each with a storage of its own. Anything else leaves the loop.
         for index, tensor in enumerate(tensors):
-            cls = type(tensor)
-            if (
-                (cls is not Tensor and cls is not Parameter)
-                or tensor.layout is not torch.strided
-                or not tensor.is_cpu
-                or tensor.is_nested
-                or not tensor.is_contiguous()
-                or tensor.is_neg()
-            ):
+            if not is_plain(tensor):
                 break
             storages.add(tensor.untyped_storage()._cdata)
             address = tensor.data_ptr()
@@ -71,7 +63,7 @@ def describe(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]
             if not address or code is None or len(storages) <= index:
                 break
             flags = _REQUIRES_GRAD if tensor.requires_grad else 0
-            if cls is Parameter:
+            if type(tensor) is Parameter:
                 flags |= _PARAMETER
             specs.append(TensorSpec(0, code, tensor.shape, (), 0, index, flags))
             segments.append(Segment(address, tensor.nbytes, tensor))
