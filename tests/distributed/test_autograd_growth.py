@@ -83,7 +83,7 @@ def held() -> dict[str, Any]:
         "contexts": len(registry()),
         "passes": len(service.passes()),
         "asked": [what for what in asked if not what.startswith(("reaching the barrier", "held()"))],
-        "threads": sum(not thread.name.endswith("-crew") for thread in threading.enumerate()),
+        "threads": sum(not thread.name.endswith("-io") for thread in threading.enumerate()),
     }
 
 

@@ -302,7 +302,7 @@ def test_five_hundred_calls_that_call_back(job: Cluster) -> None:
 
 @pytest.mark.slow
 def test_more_blocked_calls_than_threads(job: Cluster) -> None:
-    """Each waits in a way nobody announces: more of them than the crew has threads."""
+    """Each waits in a way nobody announces: more of them than the I/O threads has threads."""
     futures = [rpc.rpc_async("worker3", hold, timeout=40) for _ in range(60)]
     rpc.rpc_sync("worker3", let_go, timeout=30)
     assert all(f.wait() for f in futures)

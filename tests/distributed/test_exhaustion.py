@@ -10,7 +10,7 @@ import pytest
 
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, WorkerDied
-from telegrad.rpc import crew
+from telegrad.rpc.threads import io_threads
 from tests.cluster import Cluster, cluster
 
 CAP = 6
@@ -27,7 +27,7 @@ def capped() -> Iterator[Cluster]:
 
 
 def lower_cap() -> None:
-    crew._MOST_THREADS = CAP
+    io_threads._MOST_THREADS = CAP
     _gate.clear()
 
 

@@ -1,4 +1,4 @@
-"""Failures at the edges: of the worker that keeps meeting place and barriers, in a job of open size, under load."""
+"""Failures at the edges: of the worker that keeps rendezvous store and barriers, in a job of open size, under load."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ import torch
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, ShutdownError, WorkerDied
 from telegrad.rpc.current import current_agent, require_agent
-from telegrad.rpc.session import MOST_RUNNING
+from telegrad.rpc.server.session import MOST_RUNNING
 from tests.cluster import cluster, end, join, process, serve
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_the_first_worker_dies(meeting: str) -> None:
-    """It kept the meeting place, with tcp://, and the book of the barriers. The others work on, and end."""
+    """It kept the rendezvous store, with tcp://, and the book of the barriers. The others work on, and end."""
     with last_of(3, meeting) as others:
         assert rpc.rpc_sync("worker0", torch.add, args=(1, 1)) == 2
         others[0].kill()

@@ -1,4 +1,4 @@
-"""How jobs begin and end: meeting places, clashes, missing workers, leaving and coming back, deaths."""
+"""How jobs begin and end: rendezvous stores, clashes, missing workers, leaving and coming back, deaths."""
 
 import operator
 import os
@@ -29,9 +29,9 @@ from telegrad.errors import (
     WorkerDied,
 )
 from telegrad.ids import Incarnation, generation_of
-from telegrad.rpc import hosting
 from telegrad.rpc.current import require_agent
-from telegrad.rpc.rendezvous import MeetingPlace
+from telegrad.rpc.job import store as store_host
+from telegrad.rpc.job.member_log import MemberLog
 from tests.cluster import WAYS, cluster, end, join, process
 from tests.waiting import wait_until
 
@@ -126,7 +126,7 @@ def meeting(tmp_path: Path) -> str:
 
 @pytest.fixture(params=["file", "tcp", "env"])
 def anywhere(request: pytest.FixtureRequest, meeting: str, environment: pytest.MonkeyPatch) -> str:
-    """A meeting place of each kind."""
+    """A rendezvous store of each kind."""
     port = free_port()
     if request.param == "env":
         environment.setenv("MASTER_ADDR", "127.0.0.1")
@@ -174,7 +174,7 @@ def test_nothing_works_before_the_beginning() -> None:
 
 def wait_for_rank(rank: int, meeting: str, kind: str = "static") -> None:
     """Wait until a worker has said that it is there."""
-    place = MeetingPlace(FileStore(meeting.removeprefix("file://"), -1), kind)
+    place = MemberLog(FileStore(meeting.removeprefix("file://"), -1), kind)
     came: set[int] = set()
 
     def look() -> bool:
@@ -301,7 +301,7 @@ def test_a_worker_without_the_secret(
     environment: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It can come to the meeting place, but nobody talks to it, and those who have the secret notice nothing else."""
+    """It reaches the rendezvous store, but nobody talks to it, and those who have the secret notice nothing else."""
     report = tmp_path / "report"
     with processes() as started:
         if given is not None:
@@ -364,7 +364,7 @@ def test_workers_come_and_go(meeting: str, way: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["leaves", "is killed"])
 def test_the_first_one_goes(anywhere: str, how: str) -> None:
-    """It may have opened the meeting place. Newcomers find the others all the same, and so does the first one."""
+    """It may have opened the rendezvous store. Newcomers find the others all the same, and so does the first one."""
     with processes() as started:
         first = in_this_environment(serve_until_told, "first", -1, None, anywhere)
         started.append(first)
@@ -422,8 +422,8 @@ def test_the_first_rank_is_killed_and_started_again(anywhere: str) -> None:
 
 
 def serve_away_from_the_place(name: str, rank: int, size: int, meeting: str) -> None:
-    """A worker on another machine than that of the meeting place, or so it thinks: it opens no store there."""
-    hosting.is_here = lambda _: False
+    """A worker on another machine than that of the rendezvous store, or so it thinks: it opens no store there."""
+    store_host.is_here = lambda _: False
     serve_forever(name, rank, size, meeting)
 
 
@@ -435,7 +435,7 @@ def incarnation() -> int:
 def test_the_first_rank_opens_the_place_again_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it is alone on its machine: it finds no store and nobody, and is found by the others."""
     place = f"tcp://127.0.0.1:{free_port()}"
-    monkeypatch.setattr(hosting, "is_here", lambda _: False)
+    monkeypatch.setattr(store_host, "is_here", lambda _: False)
     with processes() as started:
         started.append(process(serve_forever, "worker0", 0, 3, place))
         started.append(process(serve_away_from_the_place, "worker2", 2, 3, place))

@@ -26,7 +26,7 @@ from telegrad.engine.roll import Roll
 from telegrad.engine.service import Service
 from telegrad.errors import WorkerDied
 from telegrad.ids import ContextId, WorkerId, draw_incarnation
-from telegrad.rpc.pending import FOREVER, Slot
+from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import (
@@ -59,10 +59,10 @@ class Worker:
         self.closing = False
         self.heard_dead: set[str] = set()
         self.asked: dict[str, list[Slot]] = {}  # without a reply yet, by worker
-        self.tasks: deque[Callable[[], None]] = deque()  # what its crew has yet to do
+        self.tasks: deque[Callable[[], None]] = deque()  # what its I/O threads has yet to do
         self.extensions: dict[type, Any] = {}
         self.directory = SimpleNamespace(by_id=lambda worker: world.workers[worker].member)
-        self.crew = SimpleNamespace(submit=self.submit)
+        self.io_threads = SimpleNamespace(submit=self.submit)
         self.registry = self.extensions[Registry] = Registry(self)  # type: ignore[arg-type]
         self.service = self.extensions[Service] = Service(self)  # type: ignore[arg-type]
         self.weight = torch.tensor([2.0 + number], requires_grad=True)
@@ -269,7 +269,7 @@ class World:
     def backward(self, root: Tensor) -> BaseException | None:
         """The pass, from the worker that starts it; the error it ends with."""
         self.roll = Roll(self.root.service, 600.0)
-        # Whoever waits for a bell lets the world take one step, and looks again.
+        # Whoever waits for a wake-up lets the world take one step, and looks again.
         self.roll._news = SimpleNamespace(ring=lambda: None, wait=lambda _: self.step())  # type: ignore[assignment]
         self.position = "the pass"
         try:

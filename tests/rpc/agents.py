@@ -8,8 +8,8 @@ from typing import Any
 
 from telegrad.ids import WorkerId, draw_incarnation
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.barriers import register_handlers
 from telegrad.rpc.calls import start_call, wait_for_value
+from telegrad.rpc.job.barrier import register_handlers
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Listeners, host_identity
@@ -46,7 +46,7 @@ def start_agent(name: str, worker_id: int, **options: Any) -> Agent:
     agent = Agent(member, b"told to all", given, listeners)
     register_handlers(agent)
     agent.start()
-    agent.health.start()
+    agent.liveness.start()
     return agent
 
 

@@ -154,7 +154,7 @@ def test_a_large_reply_is_forgotten_as_soon_as_it_has_arrived(two: dict[str, Age
 
 def test_a_connection_that_breaks_before_a_call(two: dict[str, Agent]) -> None:
     faults = Faults({"PythonCall": Plan(Fault.BREAK, times=2)})
-    agents["a"].door.fit_out = faults.on
+    agents["a"].connector.fit_out = faults.on
     assert [call("a", "b", count, "x") for _ in range(3)] == [1, 2, 3]
     assert faults.happened("PythonCall") == 2
 
@@ -288,7 +288,7 @@ def test_a_listener_that_closed_refuses() -> None:
 
 
 def test_a_wrong_secret_is_refused_here_too(two: dict[str, Agent]) -> None:
-    agents["a"].door.secret = b"another"
+    agents["a"].connector.secret = b"another"
     with pytest.raises(AuthenticationError, match=r"'b'.*secret"):
         call("a", "b", count, "x")
     assert not ran

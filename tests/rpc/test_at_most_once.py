@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.rpc.at_most_once import KEPT_NOTICES, NEW, AtMostOnce
+from telegrad.rpc.server.at_most_once import KEPT_NOTICES, NEW, AtMostOnce
 
 
 def run(requests: AtMostOnce, *request_ids: int) -> None:

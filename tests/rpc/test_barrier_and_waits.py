@@ -1,13 +1,13 @@
 """Barriers and chains of waits, which decide without any worker."""
 
-from telegrad.rpc.barrier import Book
-from telegrad.rpc.waits import Wait, chains
+from telegrad.rpc.job.arrivals import Arrivals
+from telegrad.rpc.job.debug_waits import Wait, chains
 
 NAMES = {0: "w0", 1: "w1", 2: "w2"}
 
 
 def test_a_barrier_is_complete_when_all_have_come_and_its_keeper_hears_last() -> None:
-    book, heard = Book(), []
+    book, heard = Arrivals(), []
     for worker in ("w0", "w2", "w1"):
         assert book.complete(["w0", "w1", "w2"], "w0") == []
         book.arrive("shutdown/0", worker, 5, lambda total, worker=worker: heard.append((worker, total)))  # type: ignore[misc]
@@ -19,15 +19,15 @@ def test_a_barrier_is_complete_when_all_have_come_and_its_keeper_hears_last() ->
 
 
 def test_the_dead_are_not_expected() -> None:
-    book = Book()
+    book = Arrivals()
     book.arrive("shutdown/0", "w0", 1, lambda _: None)
     assert book.missing("shutdown/0", ["w0", "w1"]) == ["w1"]
     assert len(book.complete(["w0"], "w0")) == 1
 
 
 def test_whoever_is_a_round_ahead_has_been_here() -> None:
-    """A keeper died after it had answered some. Under the next one they would wait for each other."""
-    book, heard = Book(), []
+    """A host died after it had answered some. Under the next one they would wait for each other."""
+    book, heard = Arrivals(), []
     book.arrive("shutdown/1", "w1", 4, lambda total: heard.append(("w1", total)))
     book.arrive("shutdown/0", "w2", 3, lambda total: heard.append(("w2", total)))
     assert book.missing("shutdown/0", ["w1", "w2"]) == []
@@ -40,7 +40,7 @@ def test_whoever_is_a_round_ahead_has_been_here() -> None:
 
 
 def test_rounds_of_other_barriers_do_not_count() -> None:
-    book = Book()
+    book = Arrivals()
     book.arrive("other/5", "w1", 0, lambda _: None)
     assert book.missing("shutdown/0", ["w1"]) == ["w1"]
 

@@ -10,9 +10,9 @@ import pytest
 
 from telegrad.errors import ProtocolError
 from telegrad.ids import ContextId, ForkId, Incarnation, MessageId, RRefId, WorkerId
-from telegrad.rpc.invoke import resolve
-from telegrad.rpc.request import Request
-from telegrad.rpc.session import Session
+from telegrad.rpc.server.request import Request
+from telegrad.rpc.server.run_call import resolve
+from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import Frame, Head, Kind
@@ -46,12 +46,14 @@ class Quiet:
 
 
 def serving(serve: Callable[[Request], None], *messages: AnyMessage) -> tuple[Session, deque[Callable[[], None]]]:
-    """A session to which these messages have come, and what it has submitted to the crew."""
+    """A session to which these messages have come, and what it has submitted to the I/O threads."""
     tasks: deque[Callable[[], None]] = deque()
-    crew = SimpleNamespace(
+    io_threads = SimpleNamespace(
         watch=lambda *_, **__: None, arm=lambda _: None, submit=tasks.append, another_works=lambda: True
     )
-    agent: Any = SimpleNamespace(crew=crew, helpers=SimpleNamespace(ask=None), serve=serve, note_activity=lambda: None)
+    agent: Any = SimpleNamespace(
+        io_threads=io_threads, helpers=SimpleNamespace(ask=None), serve=serve, note_activity=lambda: None
+    )
     session = Session(agent, CALLER, False)
     session.attach(Quiet(*messages))  # type: ignore[arg-type]
     return session, tasks

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from telegrad.rpc.pending import FOREVER, Pending, Slot
+from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 
 
 def slot(timeout: float = 0.0, now: float = 0.0, future: bool = False) -> Slot:

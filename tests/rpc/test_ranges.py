@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.rpc.ranges import Ranges
+from telegrad.rpc.server.ranges import Ranges
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(5))))

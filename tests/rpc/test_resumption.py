@@ -17,10 +17,10 @@ import pytest
 
 from telegrad.errors import WorkerDied
 from telegrad.ids import Incarnation, WorkerId
-from telegrad.rpc.link import Link
-from telegrad.rpc.pending import FOREVER, Slot
-from telegrad.rpc.request import Request
-from telegrad.rpc.session import Session
+from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.pending import FOREVER, Slot
+from telegrad.rpc.server.request import Request
+from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.wire.frames import Frame, Head, Kind
 from telegrad.wire.messages import Ack, AnyMessage, CleanupAutogradContext, Ping
@@ -124,16 +124,16 @@ class World:
         nothing = SimpleNamespace(**dict.fromkeys(does, _nothing))
         health = SimpleNamespace(patience=60.0, is_final=lambda *_: False, unreachable=lambda *_: WorkerDied("cut"))
         shared: dict[str, Any] = {
-            "crew": nothing,
+            "io_threads": nothing,
             "helpers": nothing,
             "keeper": nothing,
             "health": health,
             "closing": False,
         }
-        shared["flusher"] = SimpleNamespace(within=lambda _, end: end.flush())
+        shared["delayed_flush"] = SimpleNamespace(within=lambda _, end: end.flush())
         self.link = Link(
             SimpleNamespace(  # type: ignore[arg-type]
-                door=SimpleNamespace(dial=self.dial),
+                connector=SimpleNamespace(dial=self.dial),
                 peers=SimpleNamespace(link_lost=lambda _: self.lost.append("redial")),
                 complete=lambda slot: slot.complete(slot),
                 late_reply=lambda frame, _: self.late.update([frame.request_id]),
@@ -225,7 +225,7 @@ class World:
         self.session._serve_unhurried()
 
     def read(self, wire: Wire) -> None:
-        """As `Replies._receive` does with one frame."""
+        """As `ReplyReader._receive` does with one frame."""
         frame = _frame(wire.to_caller.popleft())
         self.link.replies._take(frame)
         if self.by_name:

@@ -14,7 +14,7 @@ from telegrad import rpc
 from telegrad.errors import AuthenticationError, SerializationError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
-from telegrad.rpc.dialling import MAX_HALF_OPEN
+from telegrad.rpc.peers.accept import MAX_HALF_OPEN
 from telegrad.transport.addresses import Address, connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import receive_exactly
@@ -90,7 +90,7 @@ def test_a_flood_of_half_open_connections(agent: Agent) -> None:
         with member(agent) as sock:  # one of ours still gets in
             assert sock.fileno() >= 0
         still_works()
-        assert len(agent.door._acceptor._half_open) <= MAX_HALF_OPEN
+        assert len(agent.connector._acceptor._half_open) <= MAX_HALF_OPEN
 
 
 def test_out_of_descriptors_for_a_while(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +107,7 @@ def test_out_of_descriptors_for_a_while(agent: Agent, caplog: pytest.LogCaptureF
             assert time.monotonic() - start > 0.09
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        wait_until(lambda: len(agent.door._acceptor._half_open) == 1)
+        wait_until(lambda: len(agent.connector._acceptor._half_open) == 1)
     still_works()
 
 
@@ -118,12 +118,12 @@ def _lowest_free() -> int:
 
 
 def test_the_wrong_secret_on_the_dialling_side(agent: Agent) -> None:
-    agent.door.secret, right = b"another", agent.door.secret
+    agent.connector.secret, right = b"another", agent.connector.secret
     try:
         with pytest.raises(AuthenticationError, match="'alone'"):
             rpc.rpc_sync("alone", os.getpid, timeout=5)
     finally:
-        agent.door.secret = right
+        agent.connector.secret = right
     still_works()
 
 

@@ -19,7 +19,7 @@ from telegrad.autograd.registry import Registry, current, registry_of, within
 from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
 from telegrad.rpc.agent import Agent, OnReply
-from telegrad.rpc.request import Request
+from telegrad.rpc.server.request import Request
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
     AnyMessage,

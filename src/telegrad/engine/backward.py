@@ -73,7 +73,7 @@ def backward_async(
         else:
             future.set_result(None)
 
-    require_agent().crew.submit(run)
+    require_agent().io_threads.submit(run)
     return future
 
 

@@ -13,9 +13,9 @@ from telegrad.engine.passes import Pass
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError, RpcTimeout, TelegradError
 from telegrad.ids import WorkerId
-from telegrad.rpc.bell import Bell
-from telegrad.rpc.blocking import blocking
-from telegrad.rpc.pending import FOREVER, Slot
+from telegrad.rpc.client.pending import FOREVER, Slot
+from telegrad.rpc.threads.wakeup import Wakeup
+from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage, BeginPass, PassDone
@@ -35,7 +35,7 @@ class Roll:
         self._open: list[str] = []  # the worker of each request that has no answer yet
         self._waiting = False
         self._named: set[WorkerId] = set()  # participants that others told of
-        self._news = Bell()  # rung for the root, when something was settled
+        self._news = Wakeup()  # rung for the root, when something was settled
         self._pass: Pass | None = None
         self._ended = False  # whether this worker's own part is over
         self.error: BaseException | None = None
@@ -75,7 +75,7 @@ class Roll:
         With gradients hooks of the user may run, which may wait for a reply themselves: never in this thread."""
         if slot.frame is not None and type(slot.frame.message) is PassDone and slot.frame.message.gradients:
             if slot is not self._attended:
-                self._agent.crew.submit(lambda: self._take_answer(slot))
+                self._agent.io_threads.submit(lambda: self._take_answer(slot))
         else:
             self._take_answer(slot)
 
@@ -99,7 +99,7 @@ class Roll:
         with self._lock:
             self._open.remove(member.name)
             self._named |= named
-        self._news.ring()
+        self._news.set()
 
     def _hear(self, sender: Member, reply: PassDone, tensors: list[Tensor]) -> None:
         """Gradients that came with an answer, for Sends of this worker."""
@@ -141,7 +141,7 @@ class Roll:
 
     def _local_end(self, pass_: Pass) -> None:
         self._ended = True
-        self._news.ring()
+        self._news.set()
         if pass_.error is not None:
             self._give_up(pass_.error)
 
@@ -151,11 +151,11 @@ class Roll:
             if self.error is not None:
                 return
             self.error = error
-        self._news.ring()
-        self._agent.crew.submit(self._abort)
+        self._news.set()
+        self._agent.io_threads.submit(self._abort)
 
     def _await_replies(self) -> None:
-        """Read replies in this thread, link by link, while the crew looks after the other links."""
+        """Read replies in this thread, link by link, while the I/O threads looks after the other links."""
         waiting = [slot for slot in self._asked if not slot.done]
         for slot in waiting[1:]:
             slot.link.look_out()

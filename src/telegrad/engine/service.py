@@ -26,8 +26,8 @@ from telegrad.engine.passes import Pass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.pending import Slot
-from telegrad.rpc.request import Request
+from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.server.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import (
@@ -338,7 +338,7 @@ class Service:
                 self._spoil(context, member.name, member.incarnation)
                 if context.opened_by != self.here:
                     # Perhaps only the dead knew that this worker has a part in it: then nobody would tell its end.
-                    self.agent.crew.submit(partial(self._tell_opener, context, member))
+                    self.agent.io_threads.submit(partial(self._tell_opener, context, member))
 
     def _spoil(self, context: Context, dead: str, incarnation: int) -> None:
         text = f"worker {dead!r}, which had a part in it, is gone."

@@ -11,9 +11,9 @@ from telegrad.rpc import functions
 from telegrad.rpc.calls import rpc_async, rpc_sync
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
-from telegrad.rpc.lifecycle import init_rpc, shutdown
+from telegrad.rpc.job.debug_waits import debug_waits
+from telegrad.rpc.job.lifecycle import init_rpc, shutdown
 from telegrad.rpc.options import RpcBackendOptions, as_timeout
-from telegrad.rpc.waits import debug_waits
 from telegrad.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:

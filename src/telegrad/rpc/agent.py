@@ -2,7 +2,7 @@
 
 It moves messages and knows none of their meanings: layers above register a handler for each message they define, hooks
 that see every call going out, and functions to call when a worker is lost. Who the others are is kept in `peers.py`,
-how connections to them come about in `door.py`.
+how connections to them come about in `peers/connect.py`.
 """
 
 import logging
@@ -15,23 +15,23 @@ import torch
 
 from telegrad.errors import ProtocolError
 from telegrad.ids import WorkerId
-from telegrad.rpc.bell import Bell
-from telegrad.rpc.blocking import blocking
-from telegrad.rpc.crew import Crew
+from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.devices import place
-from telegrad.rpc.door import Door
-from telegrad.rpc.flusher import Flusher
 from telegrad.rpc.futures import Future
-from telegrad.rpc.health import Health
-from telegrad.rpc.keeper import Keeper
+from telegrad.rpc.job.member_log import MemberLog
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.packing import discard, take_back, unpack_from
-from telegrad.rpc.peers import Peers
-from telegrad.rpc.pending import FOREVER, Slot
+from telegrad.rpc.peers.connect import Connector
+from telegrad.rpc.peers.liveness import Liveness
+from telegrad.rpc.peers.peers import Peers
 from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
-from telegrad.rpc.rendezvous import MeetingPlace
-from telegrad.rpc.request import Request
-from telegrad.rpc.session import NO_WORK
+from telegrad.rpc.server.request import Request
+from telegrad.rpc.server.session import NO_WORK
+from telegrad.rpc.threads.delayed_flush import DelayedFlush
+from telegrad.rpc.threads.io_threads import IoThreads
+from telegrad.rpc.threads.timer import Timer
+from telegrad.rpc.threads.wakeup import Wakeup
+from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.copying import Helpers
@@ -42,7 +42,7 @@ from telegrad.wire.returning import mark_spare, storages_of
 from telegrad.wire.tensors import disassemble
 
 if TYPE_CHECKING:
-    from telegrad.rpc.caretaker import Caretaker
+    from telegrad.rpc.job.store_recovery import StoreRecovery
 
 log = logging.getLogger("telegrad.rpc")
 # Of functions called from elsewhere; their callers are told anyway.
@@ -77,7 +77,7 @@ class Agent:
         secret: bytes,
         options: RpcBackendOptions,
         listeners: Listeners,
-        place: MeetingPlace | None = None,
+        place: MemberLog | None = None,
     ) -> None:
         self.member = member
         self.info = member.info
@@ -86,13 +86,13 @@ class Agent:
         self.directory = Directory()
         self.directory.update([member])
         self.place = place
-        self.caretaker: Caretaker | None = None
-        self.crew = Crew(f"telegrad-{member.name}", options.num_worker_threads)
+        self.store_recovery: StoreRecovery | None = None
+        self.io_threads = IoThreads(f"telegrad-{member.name}", options.num_worker_threads)
         self.helpers = Helpers(f"telegrad-{member.name}")
-        self.keeper = Keeper(f"telegrad-{member.name}")
+        self.timer = Timer(f"telegrad-{member.name}")
         self.handlers: dict[type[Any], Handler] = {}
-        self.flusher = Flusher(self.keeper)
-        self.health = Health(self)
+        self.delayed_flush = DelayedFlush(self.timer)
+        self.liveness = Liveness(self)
         self.call_hooks: list[CallHook] = []
         self.on_late_reply: list[Callable[[Frame, WorkerId], None]] = []
         self.on_discard: list[Callable[[Any, list[torch.Tensor]], None]] = []  # a payload that cannot be unpacked
@@ -110,7 +110,7 @@ class Agent:
         self.closing = False
         self._lock = threading.Lock()
         self.peers = peers = Peers(self)
-        self.door = Door(self, secret, listeners)
+        self.connector = Connector(self, secret, listeners)
         # Bound, so that no call pays for a step in between.
         self.find, self.link = peers.find, peers.link
         self.lost, self.is_dead = peers.lost, peers.is_dead
@@ -121,9 +121,9 @@ class Agent:
 
     def start(self) -> None:
         """Start the threads and begin to accept connections."""
-        self.crew.start()
-        self.keeper.start()
-        self.door.open()
+        self.io_threads.start()
+        self.timer.start()
+        self.connector.open()
 
     # --- asking ---
 
@@ -175,11 +175,11 @@ class Agent:
     ) -> AnyMessage:
         """The same for what may take for ever. Whoever waits in person reads the link for all, and each reply to others
         would have to pass through a thread that sleeps most of the time; this one leaves the reading to them."""
-        bell = Bell()
-        slot = self.send(member, message, timeout=timeout, what=what, complete=lambda _: bell.ring())
+        wakeup = Wakeup()
+        slot = self.send(member, message, timeout=timeout, what=what, complete=lambda _: wakeup.set())
         while not slot.done:
             with blocking():
-                bell.wait(_LONG)
+                wakeup.wait(_LONG)
         return self.reply_frame(slot).message
 
     def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
@@ -230,7 +230,7 @@ class Agent:
             future.settling = True  # before looking: see `Future.add_done_callback`
             if future.has_callbacks and not self.closing:
                 future.settling = False
-                self.crew.submit(lambda: complete(slot))
+                self.io_threads.submit(lambda: complete(slot))
                 return
         complete(slot)
 
@@ -293,7 +293,7 @@ class Agent:
 
     def note_activity(self) -> None:
         """A session is being served: see that no thread keeps it for long."""
-        self.health.watch()
+        self.liveness.watch()
 
     # --- the end ---
 
@@ -318,12 +318,12 @@ class Agent:
                 session.farewell(goodbye)
             for link in self.peers.links():
                 link.farewell(goodbye)
-        self.door.close()
+        self.connector.close()
         for link in self.peers.links():
             link.close()
         for session in self.peers.sessions():
             session.close()
-        self.keeper.close()
-        self.crew.close()
+        self.timer.close()
+        self.io_threads.close()
         self.helpers.close()
         self.peers.forget_all()

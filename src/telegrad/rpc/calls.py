@@ -7,12 +7,12 @@ import torch
 
 from telegrad.errors import RpcTimeout, WorkerDied
 from telegrad.rpc.agent import Agent, OnReply
+from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
-from telegrad.rpc.invoke import pack_call, remember_function
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.packing import take_back
-from telegrad.rpc.pending import Slot
+from telegrad.rpc.server.run_call import pack_call, remember_function
 from telegrad.rpc.workers import Member, WorkerInfo
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage, PythonCall

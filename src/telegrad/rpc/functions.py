@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from telegrad.rpc.invoke import ASYNC_MARK
+from telegrad.rpc.server.run_call import ASYNC_MARK
 
 F = TypeVar("F", bound=Callable[..., Any])
 

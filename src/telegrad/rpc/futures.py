@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from telegrad.rpc.blocking import blocking
-from telegrad.rpc.pending import Slot
+from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.threads.yield_turn import blocking
 
 log = logging.getLogger("telegrad.rpc")
 

@@ -84,7 +84,7 @@ class Creation:
 
 
 class Deadlines:
-    """Minds the deadlines of creations with one entry at the keeper, the earliest."""
+    """Minds the deadlines of creations with one entry at the timer, the earliest."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -98,7 +98,7 @@ class Deadlines:
         creation.outcome.when_done(partial(self._forget, key))
         if creation.deadline < self._next:
             self._next = creation.deadline
-            self._agent.keeper.at(creation.deadline, self._look)
+            self._agent.timer.at(creation.deadline, self._look)
 
     def _forget(self, key: int) -> None:
         self._open.pop(key, None)
@@ -111,8 +111,8 @@ class Deadlines:
         now, self._next = time.monotonic(), float("inf")
         for creation in list(self._open.values()):
             if creation.deadline <= now:
-                self._agent.crew.submit(creation.expired)
+                self._agent.io_threads.submit(creation.expired)
             elif creation.deadline < self._next:
                 self._next = creation.deadline
         if self._next < float("inf"):
-            self._agent.keeper.at(self._next, self._look)
+            self._agent.timer.at(self._next, self._look)

@@ -9,9 +9,9 @@ from typing import Any
 from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.calls import name_of, start_call, start_request, wait_for_value
+from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
-from telegrad.rpc.pending import Slot
 from telegrad.rpc.workers import Member
 from telegrad.rref.creation import Creation
 from telegrad.rref.outcome import Outcome

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.rpc.blocking import blocking
 from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
+from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import WorkerInfo
 
 MakeError = Callable[[], BaseException]

@@ -1,6 +1,6 @@
 """The references of one agent: feeds the ledgers under one lock, and performs what they decide after releasing it.
 
-What leaves is queued and sent by the crew, so a reference may appear or vanish in any thread at any moment. A handle
+What leaves is queued and sent by I/O threads, so a reference may appear or vanish in any thread at any time. A handle
 that is garbage collected only notes its id: `__del__` may run in the middle of anything, even under the lock below.
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from telegrad.errors import RRefError, TelegradError, WorkerDied
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.blocking import blocking
-from telegrad.rpc.pending import Slot
+from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
 from telegrad.rref import actions as act
 from telegrad.rref.creation import Deadlines
@@ -172,13 +172,13 @@ class References:
         if urgent:
             if not self._sweep_now:
                 self._sweep_now = True
-                self.agent.crew.submit(self.sweep)
+                self.agent.io_threads.submit(self.sweep)
         elif not self._sweep_due:
             self._sweep_due = True
-            self.agent.crew.submit(self._sweep_soon)
+            self.agent.io_threads.submit(self._sweep_soon)
 
     def _sweep_soon(self) -> None:
-        self.agent.keeper.at(time.monotonic() + _SOON, lambda: self.agent.crew.submit(self.sweep))
+        self.agent.timer.at(time.monotonic() + _SOON, lambda: self.agent.io_threads.submit(self.sweep))
 
     def sweep(self) -> None:
         """Take in the handles that are gone, and send all that waits to be sent."""
@@ -219,8 +219,8 @@ class References:
         except (OSError, TelegradError) as error:
             log.debug("a %s to %s could not be sent: %s", type(message).__name__, member.name, error)
             agent.peers.link_lost(agent.link(member))  # find out whether it lives
-            again = partial(agent.crew.submit, partial(self.tell, peer, message))
-            agent.keeper.at(time.monotonic() + _AGAIN, again)
+            again = partial(agent.io_threads.submit, partial(self.tell, peer, message))
+            agent.timer.at(time.monotonic() + _AGAIN, again)
 
     def _told(self, peer: PeerId, slot: Slot) -> None:
         try:
@@ -243,7 +243,7 @@ class References:
         """An incarnation of a worker is gone for good."""
         self._names[peer_of(member)] = member.name
         if not self.agent.closing:
-            self.agent.crew.submit(partial(self._settle_death, member))
+            self.agent.io_threads.submit(partial(self._settle_death, member))
 
     def _settle_death(self, member: Member) -> None:
         # Whoever joined before the death may have handles from the dead, so all must be known before it is settled.

@@ -4,9 +4,9 @@ from functools import partial
 from typing import Any
 
 from telegrad.errors import RRefError
-from telegrad.rpc.invoke import Later, run_call
 from telegrad.rpc.packing import pack_for
-from telegrad.rpc.request import Request
+from telegrad.rpc.server.request import Request
+from telegrad.rpc.server.run_call import Later, run_call
 from telegrad.rref.actions import Refuse, SendAck
 from telegrad.rref.outcome import Outcome, RemoteFailure
 from telegrad.rref.peers import PeerId, peer_of

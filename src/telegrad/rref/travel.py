@@ -127,4 +127,4 @@ def settle_late_reply(references: References, frame: Frame, sender: int) -> None
     agent, member = references.agent, references.agent.directory.by_id(sender)
     if frame.kind == Kind.REPLY and member is not None and len(frame.payload):
         tensors = frame.take_tensors()
-        agent.crew.submit(partial(discard, agent, member, frame.payload, tensors))
+        agent.io_threads.submit(partial(discard, agent, member, frame.payload, tensors))

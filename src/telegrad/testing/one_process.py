@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from telegrad import rpc, rref
-from telegrad.rpc.invoke import ASYNC_MARK
+from telegrad.rpc.server.run_call import ASYNC_MARK
 
 _STANDS_IN = ("rpc_sync", "rpc_async", "remote", "RRef", "get_worker_info")
 

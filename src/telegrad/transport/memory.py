@@ -17,17 +17,17 @@ class MemoryListener:
     def __init__(self) -> None:
         self.name = secrets.token_hex(16)
         self._waiting: deque[socket.socket] = deque()  # dialled, not yet accepted
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         _listeners[self.name] = self
 
     def fileno(self) -> int:
         """The descriptor to wait on; -1 when closed."""
-        return self._bell
+        return self._wakeup
 
     def accept(self) -> tuple[socket.socket, str]:
         """The next connection and who dialled it; BlockingIOError if there is none."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)  # before looking: one that comes right after the look rings again
+            os.eventfd_read(self._wakeup)  # before looking: one that comes right after the look is told again
         try:
             return self._waiting.popleft(), ""
         except IndexError:
@@ -37,15 +37,15 @@ class MemoryListener:
         """The dialler's end of a new connection."""
         ours, theirs = socket.socketpair()
         self._waiting.append(theirs)
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wakeup, 1)
         return ours
 
     def close(self) -> None:
         """Accept nothing more. Those that were not accepted see the end of the stream."""
         if _listeners.pop(self.name, None) is None:
             return
-        bell, self._bell = self._bell, -1
-        os.close(bell)
+        wakeup, self._wakeup = self._wakeup, -1
+        os.close(wakeup)
         for sock in self._waiting:
             sock.close()
 

@@ -36,9 +36,9 @@ from telegrad.compat.rpc.references import (
 from telegrad.errors import AlreadyInitialized
 from telegrad.rpc import get_rpc_timeout
 from telegrad.rpc import set_rpc_timeout as _set_rpc_timeout
-from telegrad.rpc.lifecycle import _from_environment
+from telegrad.rpc.job.lifecycle import _from_environment
+from telegrad.rpc.job.member_log import open_store
 from telegrad.rpc.options import RpcBackendOptions
-from telegrad.rpc.rendezvous import open_store
 from telegrad.rpc.workers import WorkerInfo
 
 __all__ = [
@@ -121,7 +121,7 @@ def init_rpc(
         backend = BackendType.TENSORPIPE if rpc_backend_options is None else _backend_of(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
-    if _is_current_rpc_agent_set():  # asked before the meeting place is opened a second time
+    if _is_current_rpc_agent_set():  # asked before the rendezvous store is opened a second time
         raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
     rank, world_size = _from_environment(rpc_backend_options.init_method, rank, world_size)
     if rank < 0:

@@ -7,8 +7,8 @@ import torch
 
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
-from telegrad.rpc.lifecycle import shutdown as end_worker
-from telegrad.rpc.lifecycle import wait_for_all
+from telegrad.rpc.job.lifecycle import shutdown as end_worker
+from telegrad.rpc.job.lifecycle import wait_for_all
 from telegrad.rpc.options import RpcBackendOptions, as_timeout
 from telegrad.rpc.workers import WorkerInfo
 

@@ -42,8 +42,8 @@ from telegrad.compat.rpc.references import (
 from telegrad.errors import RpcTimeout, WorkerDied
 from telegrad.rpc import get_rpc_timeout, get_worker_info
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.blocking import blocking
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member, WorkerInfo
 
 __all__ = [
@@ -169,7 +169,7 @@ def _init_rpc_states(agent: Any) -> None:
     global _ALL_WORKER_NAMES  # noqa: PLW0603 - torch keeps it here, and programs look
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if isinstance(agent, RpcAgent):
-        agent._agent.health.expected.append(functools.partial(_awaited_members, agent._agent))
+        agent._agent.liveness.expected.append(functools.partial(_awaited_members, agent._agent))
         agent._agent.on_death.append(_go_on_without)
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)

@@ -10,7 +10,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from telegrad.compat.rpc import api, constants
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
-from telegrad.rpc.lifecycle import start_worker
+from telegrad.rpc.job.lifecycle import start_worker
 from telegrad.rpc.options import RpcBackendOptions
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any
 from telegrad.compat.rpc import api, backend_registry
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
-from telegrad.rpc.lifecycle import start_worker
+from telegrad.rpc.job.lifecycle import start_worker
 from telegrad.transport.faulty import Fault, Faults, Plan
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions"]
@@ -71,7 +71,7 @@ def _start_with_faults(
     if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}")
     started = start_worker(name, rank, world_size or None, rpc_backend_options, store)
-    started.door.fit_out = rpc_backend_options.faults().on
+    started.connector.fit_out = rpc_backend_options.faults().on
     agent = FaultyTensorPipeAgent(started)
     api._init_rpc_states(agent)
     return agent

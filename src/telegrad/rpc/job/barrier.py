@@ -1,4 +1,4 @@
-"""Barriers between all living workers: one of them keeps the book (see `barrier.py`), the others ask it.
+"""Barriers between all living workers: one of them keeps the book (see `arrivals.py`), the others ask it.
 
 And the other requests that every agent serves, whatever layers are put on it.
 """
@@ -8,10 +8,10 @@ import time
 
 from telegrad.errors import TelegradError, WorkerDied
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.barrier import Book
-from telegrad.rpc.invoke import serve_call
-from telegrad.rpc.request import Request
-from telegrad.rpc.waits import install as install_waits
+from telegrad.rpc.job.arrivals import Arrivals
+from telegrad.rpc.job.debug_waits import install as install_waits
+from telegrad.rpc.server.request import Request
+from telegrad.rpc.server.run_call import serve_call
 from telegrad.rpc.workers import Member
 from telegrad.wire.messages import Barrier, BarrierReply, PythonCall
 
@@ -20,7 +20,7 @@ _ASK_SECONDS = 1.0
 
 def register_handlers(agent: Agent) -> None:
     """Let an agent serve calls, barriers and questions about who waits for whom."""
-    book = Book()
+    book = Arrivals()
     book_lock = threading.Lock()
     agent.handlers[PythonCall] = lambda request: serve_call(agent, request)
 
@@ -47,7 +47,7 @@ def register_handlers(agent: Agent) -> None:
         settle()
 
     def forget_dead(_: Member) -> None:
-        agent.crew.submit(settle)
+        agent.io_threads.submit(settle)
 
     def waits() -> list[tuple[str, int]]:
         ids = {m.name: int(m.worker_id) for m in agent.directory.members()}
@@ -65,7 +65,7 @@ def register_handlers(agent: Agent) -> None:
         names = {name for key in keys for name in agent.missing_at(key)}
         return [m for m in agent.directory.members() if m.name in names]
 
-    agent.health.expected.append(missing)
+    agent.liveness.expected.append(missing)
     agent.wait_sources.append(waits)
     install_waits(agent)
     agent.handlers[Barrier] = serve_barrier
@@ -79,17 +79,17 @@ def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
     """Wait until every living worker has reached the barrier `key`; the sum of their activities."""
     while True:
         living = [m for m in agent.directory.members() if not agent.is_dead(m)]
-        keeper = min(living, key=lambda m: m.worker_id)
+        host = min(living, key=lambda m: m.worker_id)
         left = 0.0 if deadline == float("inf") else max(deadline - time.monotonic(), 1e-3)
         try:
             reply = agent.ask_patiently(
-                keeper,
+                host,
                 Barrier(key, agent.info.name, activity),
                 timeout=left,
                 what=lambda: f"reaching the barrier {key!r}",
             )
         except WorkerDied:
-            agent.lost(keeper, f"worker {keeper.name!r} ended while others waited at a barrier")
+            agent.lost(host, f"worker {host.name!r} ended while others waited at a barrier")
             continue  # the next worker keeps the book
         assert type(reply) is BarrierReply
         return reply.activity
@@ -97,10 +97,10 @@ def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
 
 def missing_at(agent: Agent, key: str) -> str:
     """Who has not reached a barrier, in words."""
-    keeper = min((m for m in agent.directory.members() if not agent.is_dead(m)), key=lambda m: m.worker_id)
+    host = min((m for m in agent.directory.members() if not agent.is_dead(m)), key=lambda m: m.worker_id)
     try:
-        reply = agent.ask(keeper, Barrier(key, "", 0), timeout=_ASK_SECONDS, what=lambda: f"who is missing at {key!r}")
+        reply = agent.ask(host, Barrier(key, "", 0), timeout=_ASK_SECONDS, what=lambda: f"who is missing at {key!r}")
     except TelegradError:
-        return f"perhaps {keeper.name}, which does not answer"
+        return f"perhaps {host.name}, which does not answer"
     assert type(reply) is BarrierReply
     return ", ".join(reply.missing)

@@ -1,4 +1,4 @@
-"""The door of a worker: how it introduces itself to those it dials, and whom it lets in.
+"""How a worker connects: how it introduces itself to those it dials, and whom it lets in.
 
 Both sides say who they are, which incarnation they mean, and what they can take. The proofs and the bytes of this are
 in `dialling.py`; here is what is said, and how long a worker that does not answer is dialled.
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from telegrad.errors import AuthenticationError, ProtocolError, WorkerDied
-from telegrad.rpc.dialling import Acceptor, dial, main_fingerprint
-from telegrad.rpc.health import REDIAL_SECONDS
+from telegrad.rpc.peers.accept import Acceptor, dial, main_fingerprint
+from telegrad.rpc.peers.liveness import REDIAL_SECONDS
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.connection import Connection
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
 
-class Door:
+class Connector:
     """Dials other workers for one agent, and admits those that dial it."""
 
     def __init__(self, agent: "Agent", secret: bytes, listeners: Listeners) -> None:
@@ -30,7 +30,7 @@ class Door:
         self.fit_out: Callable[[Connection], Connection] = lambda connection: connection
         self._main = main_fingerprint()
         self._acceptor = Acceptor(
-            listeners, secret, agent.options, agent.crew, agent.keeper, self._admit, self._admitted
+            listeners, secret, agent.options, agent.io_threads, agent.timer, self._admit, self._admitted
         )
 
     def open(self) -> None:
@@ -60,11 +60,11 @@ class Door:
         )
         last_try = time.monotonic() + agent.options.connect_timeout
         while True:
-            limit = min(deadline, last_try, time.monotonic() + agent.health.patience)
+            limit = min(deadline, last_try, time.monotonic() + agent.liveness.patience)
             try:
                 connection, welcome = dial(member, hello, self._secret_of(member), agent.options, limit, on_blocked)
             except Refused as error:
-                raise agent.health.unreachable(member, error) from error
+                raise agent.liveness.unreachable(member, error) from error
             except (AuthenticationError, ProtocolError) as error:
                 raise type(error)(f"connecting to worker {member.name!r}: {error}") from error
             except WorkerDied:
@@ -73,8 +73,8 @@ class Door:
                 now = time.monotonic()
                 if now >= deadline:
                     raise TimeoutError(f"worker {member.name!r} could not be reached in time: {error}") from error
-                if now >= last_try or agent.is_dead(member) or not agent.health.may_answer_yet(member, error):
-                    raise agent.health.unreachable(member, error) from error
+                if now >= last_try or agent.is_dead(member) or not agent.liveness.may_answer_yet(member, error):
+                    raise agent.liveness.unreachable(member, error) from error
                 time.sleep(REDIAL_SECONDS)
             else:
                 return self.fit_out(connection), welcome.main_module != self._main

@@ -1,4 +1,4 @@
-"""Keeps a meeting place open that lives in the process of one worker, after that worker has gone.
+"""Keeps a rendezvous store open that lives in the process of one worker, after that worker has gone.
 
 Every worker holds a connection to the place. When it ends, those on the machine of its address try to take the port;
 one opens a new store there, the others join it, and each says again who it is and what the lost log had said. So
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from telegrad.errors import RendezvousError
-from telegrad.rpc import hosting
-from telegrad.rpc.blocking import blocking
-from telegrad.rpc.rendezvous import MeetingPlace
+from telegrad.rpc.job import store as store_host
+from telegrad.rpc.job.member_log import MemberLog
+from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ _TRY_SECONDS = 5.0
 _DOUBT_SECONDS = 0.1
 
 
-class Caretaker:
-    """One worker's share in keeping its meeting place open."""
+class StoreRecovery:
+    """One worker's share in keeping its rendezvous store open."""
 
-    def __init__(self, agent: "Agent", place: MeetingPlace) -> None:
+    def __init__(self, agent: "Agent", place: MemberLog) -> None:
         self._agent = agent
         self._place = place
         self._watch: socket.socket | None = None
@@ -52,23 +52,23 @@ class Caretaker:
         self._closed = True
         self._drop_watch()
 
-    def _look_at(self, where: hosting.Place) -> None:
+    def _look_at(self, where: store_host.Place) -> None:
         store = self._place.store
         try:
             if store is None:
                 raise ConnectionResetError("the store has ended already")
-            sock = hosting.watch_store(store, where)
+            sock = store_host.watch_store(store, where)
         except (OSError, RuntimeError):
             self._lost()
             return
         sock.setblocking(False)
         self._watch = sock  # its peer never sends, so the first event is its end
-        self._agent.crew.watch(sock.fileno(), self._stirs, armed=True)
+        self._agent.io_threads.watch(sock.fileno(), self._stirs, armed=True)
         if self._closed:  # by another thread, which may not have seen this watch
             self._drop_watch()
 
     def _stands(self) -> bool:
-        """Whether nothing is known of the end of the place: a thread that uses it may be quicker than the crew."""
+        """Whether the store is not known to have ended: a thread that uses it may notice before the I/O threads."""
         sock = self._watch
         try:
             return sock is None or bool(sock.recv(1, socket.MSG_PEEK))
@@ -85,7 +85,7 @@ class Caretaker:
     def _drop_watch(self) -> None:
         sock, self._watch = self._watch, None
         if sock is not None:
-            self._agent.crew.forget(sock.fileno())
+            self._agent.io_threads.forget(sock.fileno())
             sock.close()
 
     def _lost(self) -> None:
@@ -96,7 +96,7 @@ class Caretaker:
 
     def _try_later(self) -> None:
         agent = self._agent
-        agent.keeper.at(time.monotonic() + self._pause, lambda: agent.crew.submit(self._try))
+        agent.timer.at(time.monotonic() + self._pause, lambda: agent.io_threads.submit(self._try))
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _try(self) -> None:
@@ -105,16 +105,16 @@ class Caretaker:
             return
         try:
             with blocking():
-                opens = not hosting.endures(where, _DOUBT_SECONDS) and hosting.is_here(where[0])
-                self._place.move(hosting.attempt(where, opens=opens, seconds=_TRY_SECONDS), self._say_again)
+                opens = not store_host.endures(where, _DOUBT_SECONDS) and store_host.is_here(where[0])
+                self._place.move(store_host.attempt(where, opens=opens, seconds=_TRY_SECONDS), self._say_again)
         except RendezvousError as error:  # another job has begun there
             log.error("worker %r cannot be found by newcomers any more: %s", self._agent.info.name, error)
         except (OSError, RuntimeError) as error:
-            log.debug("the meeting place %s:%d is still closed: %s", *where, error)
+            log.debug("the rendezvous store %s:%d is still closed: %s", *where, error)
             self._place.lose()
             self._try_later()
         else:
-            log.info("worker %r is at the meeting place %s:%d, which was opened anew", self._agent.info.name, *where)
+            log.info("worker %r is at the rendezvous store %s:%d, which was opened anew", self._agent.info.name, *where)
             self._look_at(where)
 
     def _say_again(self) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from telegrad.errors import NotInitialized, UnknownWorker, WorkerDied
 from telegrad.ids import Incarnation, WorkerId, generation_of
-from telegrad.rpc.link import Link
-from telegrad.rpc.session import Session
+from telegrad.rpc.client.link import Link
+from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member, WorkerInfo
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello
@@ -46,7 +46,7 @@ class Peers:
     # --- who ---
 
     def find(self, to: str | int | WorkerInfo) -> Member:
-        """The member meant by a name, an id or a WorkerInfo; asks the meeting place about one it is not linked with."""
+        """The member meant by a name, an id or a WorkerInfo; looks it up in the rendezvous store if not linked."""
         member = self._known(to)
         if member is not None:
             link = self._links.get(member.worker_id)
@@ -80,7 +80,7 @@ class Peers:
         try:
             self._agent.place.news(self.take_news)
         except RuntimeError as error:
-            log.debug("the meeting place does not answer: %s", error)
+            log.debug("the rendezvous store does not answer: %s", error)
 
     def learn(self, members: Sequence[Member]) -> None:
         """Take in records of members."""
@@ -176,12 +176,12 @@ class Peers:
         if self._agent.closing:
             link.close()
         else:
-            self._agent.crew.attend(lambda: self._agent.health.revive(link))
+            self._agent.io_threads.attend(lambda: self._agent.liveness.revive(link))
 
     def session_lost(self, session: Session) -> None:
         """A connection another worker had dialled ended."""
         if not self._agent.closing:
-            self._agent.health.caller_lost(session)
+            self._agent.liveness.caller_lost(session)
 
     def said_goodbye(self, member: Member) -> None:
         """A worker left on purpose."""

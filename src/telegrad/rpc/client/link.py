@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
-from telegrad.rpc.at_most_once import KEPT_NOTICES
-from telegrad.rpc.blocking import blocking
-from telegrad.rpc.flusher import BURST, LAZY
-from telegrad.rpc.pending import FOREVER, Pending, Slot
-from telegrad.rpc.replies import BURST_CALLS, Replies
+from telegrad.rpc.client.pending import FOREVER, Pending, Slot
+from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
+from telegrad.rpc.server.at_most_once import KEPT_NOTICES
+from telegrad.rpc.threads.delayed_flush import BURST, LAZY
+from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Kind
 from telegrad.wire.messages import AnyMessage, Ping
@@ -44,7 +44,7 @@ class Link:
         self.current: Connection | None = None  # what is sent goes over it; `connection()` makes it
         self.settled = threading.Event()  # clear while a lost connection is neither replaced nor given up
         self.settled.set()
-        self.replies = Replies(self)
+        self.replies = ReplyReader(self)
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
         self.look_out = self.replies.arm
         self.exhausted = (0.0, 0)  # when the worker last said that all its threads are taken, and how many
@@ -85,7 +85,7 @@ class Link:
             except WorkerDied as error:
                 # Kept as text and raised anew below: an error in a variable of a frame it passed is a cycle.
                 text, why = str(error), f"worker {self.member.name!r} is gone: {error.__cause__ or error}"
-                final = self.agent.health.is_final(self.member, error)
+                final = self.agent.liveness.is_final(self.member, error)
                 if final:
                     self.dead = error.again()  # at once: those who wait for the lock need not dial as well
             finally:
@@ -101,24 +101,25 @@ class Link:
         if self.dead is not None:
             raise self.dead.again()
         # Not for longer than a silent worker is waited for: the lock held here is needed to give it up.
-        limit = time.monotonic() + self.agent.health.patience
+        limit = time.monotonic() + self.agent.liveness.patience
         while True:
             # While a thread waits to write, somebody must read: the worker may be busy writing to us.
-            connection, self.main_by_value = self.agent.door.dial(self.member, self.number, self.replies.arm, deadline)
+            dialled = self.agent.connector.dial(self.member, self.number, self.replies.arm, deadline)
+            connection, self.main_by_value = dialled
             try:
                 self._send_again(connection, limit)
                 break
             except (OSError, ValueError) as error:  # lost as well: whether the worker lives is for the dialling to say
                 connection.close()
                 if time.monotonic() >= min(limit, deadline):
-                    raise self.agent.health.unreachable(self.member, error) from error
+                    raise self.agent.liveness.unreachable(self.member, error) from error
             except BaseException:
                 connection.close()
                 raise
         self.replies.last_heard = time.monotonic()
         connection.after_hold = self.replies.arm
         connection.copier.ask_for_help = self.agent.helpers.ask
-        self.agent.crew.watch(connection.stream.fileno(), self.replies.readable, armed=False)
+        self.agent.io_threads.watch(connection.stream.fileno(), self.replies.readable, armed=False)
         self.current = connection  # only now may others send: what came before is on its way
         self.settled.set()
         return connection
@@ -152,7 +153,7 @@ class Link:
         # Count before sending: the reply may come first.
         ack, earliest = self.pending.admit(slot)
         if earliest:
-            self.agent.keeper.at(slot.deadline, self.expire)
+            self.agent.timer.at(slot.deadline, self.expire)
         self.sent += 1
         deadline = None if slot.deadline == FOREVER else slot.deadline
         # In a burst of calls nobody waits for yet, small ones share a write: the reader of replies sends them on.
@@ -177,7 +178,7 @@ class Link:
             # Nor are replies read one by one then: completing a future lets go of the GIL, and each time the thread
             # that asks and the thread that reads would fight for it.
             self.replies.last_asked = slot.since
-            self.agent.flusher.within(BURST, connection)
+            self.agent.delayed_flush.within(BURST, connection)
         elif slot.complete is not None and not slot.attended:
             self.replies.arm()
 
@@ -195,9 +196,9 @@ class Link:
         try:
             connection.send(Kind.NOTICE, number, self.pending.lowest(), message, hold=True)
             if lazy:
-                self.agent.flusher.within(LAZY, connection)
+                self.agent.delayed_flush.within(LAZY, connection)
             else:
-                connection.flush(deadline=time.monotonic() + self.agent.health.patience)
+                connection.flush(deadline=time.monotonic() + self.agent.liveness.patience)
         except TimeoutError:
             log.debug("%s does not take in a notice; it goes with the next message", self.member.name)
         except (OSError, ValueError):
@@ -247,14 +248,14 @@ class Link:
         return WorkerDied(text, worker=self.member.name, incarnation=self.member.incarnation)
 
     def expire(self) -> None:
-        """The keeper: a deadline of a future may have passed."""
+        """The timer: a deadline of a future may have passed."""
         late, again = self.pending.expired(time.monotonic())
         for slot in late:
             slot.error = self.timeout_error(slot)
             slot.done = True
             self.agent.complete(slot)
         if again != FOREVER:
-            self.agent.keeper.at(again, self.expire)
+            self.agent.timer.at(again, self.expire)
 
     def silent_since(self) -> float:
         """When the worker was last heard, or took in more of what is being written to it."""
@@ -269,7 +270,7 @@ class Link:
         return connection is not None and connection.stream.peer_host_answers(seconds)
 
     def ping(self) -> None:
-        """The keeper: ask whether the worker lives."""
+        """The timer: ask whether the worker lives."""
         connection = self.current
         if connection is not None:
             try:
@@ -278,7 +279,7 @@ class Link:
                 log.debug("a ping to %s could not be sent", self.member.name)
 
     def tidy(self, before: float) -> None:
-        """Return memory that has been idle since `before`; the worker's own word on that is read by the crew."""
+        """Return memory that has been idle since `before`; the worker's own word on that is read by the I/O threads."""
         connection = self.current
         if connection is not None and connection.tidy(before):
             self.replies.arm()
@@ -288,7 +289,7 @@ class Link:
         with self._dial_lock:
             if self.current is not connection:
                 return  # another thread noticed first
-            self.agent.crew.forget(connection.stream.fileno())
+            self.agent.io_threads.forget(connection.stream.fileno())
             connection.close()
             self.settled.clear()
             self.current = None
@@ -305,7 +306,7 @@ class Link:
         """The worker sends nonsense: fail what waits for it, and nothing else."""
         with self._dial_lock:
             if self.current is connection:
-                self.agent.crew.forget(connection.stream.fileno())
+                self.agent.io_threads.forget(connection.stream.fileno())
                 connection.close()
                 self.current = None
         for slot in self.pending.take_all():
@@ -318,7 +319,7 @@ class Link:
             self.dead = error
             connection, self.current = self.current, None
         if connection is not None:
-            self.agent.crew.forget(connection.stream.fileno())
+            self.agent.io_threads.forget(connection.stream.fileno())
             connection.close()
         self._fail_all()
         self.settled.set()

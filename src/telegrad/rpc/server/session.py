@@ -1,7 +1,7 @@
 """A session is the serving end of another worker's link: it takes requests in order, runs them, and sends the replies.
 
-The thread that read a request runs it. It holds the session's turn meanwhile; when it is about to wait, or the keeper
-finds it stuck, the turn goes to another thread, which serves the requests that came behind. Replies of requests that
+The thread that read a request runs it. It holds the session's turn meanwhile; when it is about to wait, or the timer
+finds it stuck, the turn goes to another thread, which serves the requests that came behind. Replies to requests that
 arrived together leave together.
 
 A request is run at most once (`at_most_once.py`): one that comes again over a new connection is answered from memory,
@@ -15,11 +15,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import ProtocolError
-from telegrad.rpc.at_most_once import NEW, AtMostOnce, Reply
-from telegrad.rpc.blocking import local
-from telegrad.rpc.flusher import LAZY
-from telegrad.rpc.request import Request
-from telegrad.rpc.spin import Spinner
+from telegrad.rpc.server.at_most_once import NEW, AtMostOnce, Reply
+from telegrad.rpc.server.request import Request
+from telegrad.rpc.threads.delayed_flush import LAZY
+from telegrad.rpc.threads.spin import Spinner
+from telegrad.rpc.threads.yield_turn import local
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("telegrad.rpc")
 
-# Requests of one caller that are taken and not answered. Those that occupy a thread are bounded by the crew; this
+# Requests of one caller that are taken and not answered. Those that occupy a thread are limited by the pool; this
 # bounds the others, coroutines and functions that return futures, and what they hold.
 MOST_RUNNING = 4096
 _LOOK_SECONDS = 0.001
@@ -106,12 +106,12 @@ class Session:
             self._detach(old)
         connection.on_blocked = self._writing_waits
         connection.copier.ask_for_help = self.agent.helpers.ask
-        self.agent.crew.watch(connection.stream.fileno(), self.ready, armed=True)
+        self.agent.io_threads.watch(connection.stream.fileno(), self.ready, armed=True)
 
     # --- serving ---
 
     def ready(self) -> None:
-        """The crew: there is something to read, or to go on with."""
+        """The I/O threads: there is something to read, or to go on with."""
         turn = SessionTurn(self)
         with self._lock:
             if self._turn is not None or self.connection is None:
@@ -153,7 +153,7 @@ class Session:
                         self._flush(connection)
                     if self._unhurried:
                         self._serve_unhurried()
-                    if self._spinner.wait(connection.stream.readable, self.agent.crew.another_works):
+                    if self._spinner.wait(connection.stream.readable, self.agent.io_threads.another_works):
                         continue
             except (OSError, ValueError):
                 frames = None
@@ -200,9 +200,9 @@ class Session:
         if self.paused:
             self._resume()
         elif self._inbox or self._unhurried:
-            self.agent.crew.submit(self.ready)
+            self.agent.io_threads.submit(self.ready)
         else:
-            self.agent.crew.arm(connection.stream.fileno())
+            self.agent.io_threads.arm(connection.stream.fileno())
 
     def _resume(self) -> None:
         """Go on reading if there is room again."""
@@ -211,10 +211,10 @@ class Session:
             if resumes:
                 self.paused = False
         if resumes:
-            self.agent.crew.submit(self.ready)
+            self.agent.io_threads.submit(self.ready)
 
     def relieve(self) -> bool:
-        """The keeper: if the same request has been running since the last look, let another thread serve.
+        """The timer: if the same request has been running since the last look, let another thread serve.
 
         Returns whether a thread is serving at all."""
         turn = self._turn
@@ -281,7 +281,7 @@ class Session:
         if hold:
             self._holds = True
         elif lazy:
-            self.agent.flusher.within(LAZY, connection)
+            self.agent.delayed_flush.within(LAZY, connection)
             hold = True
         try:
             return connection.send(frame[0], frame[1], 0, *frame[2:], hold=hold)
@@ -317,14 +317,14 @@ class Session:
             newer = self.connection
         self._detach(connection)
         if newer is not None:  # it came while this thread was busy with the old one, and its first event found no taker
-            self.agent.crew.arm(newer.stream.fileno())
+            self.agent.io_threads.arm(newer.stream.fileno())
         if current:
             self.agent.peers.session_lost(self)
 
     def _detach(self, connection: Connection) -> None:
         with self._lock:
             if not connection.closed:  # once only: the number of its descriptor may be another's by now
-                self.agent.crew.forget(connection.stream.fileno())
+                self.agent.io_threads.forget(connection.stream.fileno())
                 connection.close()
 
     def tidy(self, before: float) -> None:
@@ -334,7 +334,7 @@ class Session:
             connection.tidy(before)
 
     def ping(self, message: AnyMessage) -> None:
-        """The keeper: let the caller know that this worker lives, though it reads nothing at the moment."""
+        """The timer: let the caller know that this worker lives, though it reads nothing at the moment."""
         connection = self.connection
         if connection is not None:
             try:
@@ -379,7 +379,7 @@ class SessionTurn:
         self.session = session
         self.running = False
         self.count = 0
-        self.seen = -1  # the count at the keeper's last look
+        self.seen = -1  # the count at the timer's last look
 
     def give_up(self) -> None:
         """Let another thread serve the session."""
@@ -387,7 +387,7 @@ class SessionTurn:
 
     def sleeping(self, change: int) -> None:
         """Count this thread among those that wait."""
-        self.session.agent.crew.sleeping(change)
+        self.session.agent.io_threads.sleeping(change)
 
 
 def _numbers(payload: Any) -> Any:

@@ -17,10 +17,10 @@ import torch
 
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.link import Link
+from telegrad.rpc.client.link import Link
 from telegrad.rpc.packing import discard, pack_for, unpack_from
-from telegrad.rpc.request import Request
-from telegrad.rpc.session import Definition, Session
+from telegrad.rpc.server.request import Request
+from telegrad.rpc.server.session import Definition, Session
 from telegrad.wire.codec import EMPTY_CALL, Packed, pack, unpack
 from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from telegrad.errors import TelegradError, WorkerDied
-from telegrad.rpc.blocking import blocking
-from telegrad.rpc.link import Link
-from telegrad.rpc.session import Session
+from telegrad.rpc.client.link import Link
+from telegrad.rpc.server.session import Session
+from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import host_identity
 from telegrad.transport.connection import heap
@@ -30,14 +30,14 @@ log = logging.getLogger("telegrad.rpc")
 
 _WATCH_SECONDS = 0.002
 _QUIET_LOOKS = 25  # looks without activity after which the watch rests
-_STUCK_LOOKS = 10  # looks without progress after which the crew gets one more thread
+_STUCK_LOOKS = 10  # looks without progress after which the I/O threads gets one more thread
 _BUSY_FACTOR = 10  # how much longer a worker is waited for whose host answers though it does not itself
 REDIAL_SECONDS = 0.05
 # How long blocks of memory are kept for the next tensor. New ones cost 100 ms for 100 MB: little in so long a time.
 KEEP_IDLE_SECONDS = 10.0
 
 
-class Health:
+class Liveness:
     """The watch of one agent over its threads and over its peers."""
 
     def __init__(self, agent: "Agent") -> None:
@@ -60,22 +60,22 @@ class Health:
         if not self._watching:
             self._watching = True
             self._quiet = 0
-            self._agent.keeper.at(time.monotonic() + _WATCH_SECONDS, self._look)
+            self._agent.timer.at(time.monotonic() + _WATCH_SECONDS, self._look)
 
     def _look(self) -> None:
-        crew = self._agent.crew
-        progress = crew.handled != self._handled
-        self._handled = crew.handled
+        io_threads = self._agent.io_threads
+        progress = io_threads.handled != self._handled
+        self._handled = io_threads.handled
         served = False
         for session in self._agent.peers.sessions():
             served = session.relieve() or served
-        self._stuck = 0 if progress or not crew.exhausted else self._stuck + 1
+        self._stuck = 0 if progress or not io_threads.exhausted else self._stuck + 1
         if self._stuck >= _STUCK_LOOKS:
             self._stuck = 0
-            crew.relieve()
-        self._quiet = 0 if progress or served or crew.exhausted else self._quiet + 1
+            io_threads.relieve()
+        self._quiet = 0 if progress or served or io_threads.exhausted else self._quiet + 1
         if self._quiet < _QUIET_LOOKS:
-            self._agent.keeper.at(time.monotonic() + _WATCH_SECONDS, self._look)
+            self._agent.timer.at(time.monotonic() + _WATCH_SECONDS, self._look)
         else:
             self._watching = False
 
@@ -90,8 +90,8 @@ class Health:
                 self._beat()
 
     def _await_tidy(self) -> None:
-        crew, keeper = self._agent.crew, self._agent.keeper
-        keeper.at(time.monotonic() + KEEP_IDLE_SECONDS, lambda: crew.submit(self._tidy_again))
+        io_threads, timer = self._agent.io_threads, self._agent.timer
+        timer.at(time.monotonic() + KEEP_IDLE_SECONDS, lambda: io_threads.submit(self._tidy_again))
 
     def _tidy_again(self) -> None:
         if not self._agent.closing:
@@ -121,15 +121,15 @@ class Health:
             silent = now - link.silent_since()
             if silent > self.patience and not self._is_excused(link, silent):
                 why = f"worker {link.member.name!r} has been silent for {silent:.1f} s and does not answer"
-                agent.crew.attend(functools.partial(agent.lost, link.member, why))
+                agent.io_threads.attend(functools.partial(agent.lost, link.member, why))
             elif silent > interval:
                 link.ping()
         for member in {m.worker_id: m for source in self.expected for m in source()}.values():
             known = member.worker_id == agent.member.worker_id or agent.is_dead(member)
             if not known and member.incarnation not in self._asking:
                 self._asking.add(member.incarnation)
-                agent.crew.submit(functools.partial(self._ask, member))
-        full = agent.crew.full
+                agent.io_threads.submit(functools.partial(self._ask, member))
+        full = agent.io_threads.full
         if full and not self._was_full:
             log.warning(
                 "all %d threads of worker %r run what others asked; further requests wait. Calls in a "
@@ -141,7 +141,7 @@ class Health:
         for session in agent.peers.sessions():
             if full or session.paused:
                 session.ping(Exhausted(full) if full else Ping())
-        agent.keeper.at(now + interval / 2, self._beat)
+        agent.timer.at(now + interval / 2, self._beat)
 
     def _ask(self, member: Member) -> None:
         """Have something pending at a worker, so that its end or its silence is noticed."""
@@ -229,4 +229,4 @@ class Health:
         link = agent.link(member)
         if link.connected:
             return  # its end will show there too
-        agent.crew.attend(lambda: self.revive(link))
+        agent.io_threads.attend(lambda: self.revive(link))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.errors import TelegradError
 from telegrad.rpc.current import current_agent, require_agent
-from telegrad.rpc.request import Request
+from telegrad.rpc.server.request import Request
 from telegrad.wire.messages import DebugWaits, WaitsReply
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _install_signal(agent: "Agent") -> Callable[[], None] | None:
 
     def on_signal(_: int, __: FrameType | None) -> None:
         # By another thread: the interrupted one may hold any lock.
-        agent.crew.submit(_print)
+        agent.io_threads.submit(_print)
 
     def restore() -> None:
         in_main = threading.current_thread() is threading.main_thread()

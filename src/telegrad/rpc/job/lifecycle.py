@@ -12,9 +12,9 @@ from typing import Any
 
 from telegrad.errors import AlreadyInitialized, ShutdownError
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.barriers import barrier, missing_at
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
-from telegrad.rpc.joining import leave, let_go_of_place, start
+from telegrad.rpc.job.barrier import barrier, missing_at
+from telegrad.rpc.job.join import leave, let_go_of_place, start
 from telegrad.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
 from telegrad.rpc.workers import check_name
 
@@ -129,7 +129,7 @@ def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leavin
         previous = total
         generation += 1
     if leaving:
-        # Whoever comes back to this meeting place must find that all have left it, also those slower to leave; and must
+        # Whoever comes back to this store must find that all have left it, also those slower to leave; and must
         # not find the store of this job where the next one will have its own.
         leave(agent)
         barrier(agent, "shutdown/left", 0, deadline)

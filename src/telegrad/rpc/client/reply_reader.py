@@ -2,10 +2,10 @@
 
 The thread that waits for a reply reads it itself: no other thread has to wake up for it. While one thread reads, others
 that wait on the same link sleep; the reader completes their slots as replies come and passes the reading on when its
-own is there. Replies nobody waits for in person (futures) are read by the crew.
+own is there. ReplyReader nobody waits for in person (futures) are read by the I/O threads.
 
     IDLE      nothing is expected, or nobody looks
-    ARMED     the crew is told by the kernel when a reply comes
+    ARMED     the I/O threads is told by the kernel when a reply comes
     READING   a thread reads
 """
 
@@ -17,16 +17,16 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from telegrad.errors import ProtocolError
-from telegrad.rpc.blocking import blocking, local
-from telegrad.rpc.flusher import BURST, LAZY
-from telegrad.rpc.pending import FOREVER, Slot
-from telegrad.rpc.spin import Spinner
+from telegrad.rpc.client.pending import FOREVER, Slot
+from telegrad.rpc.threads.delayed_flush import BURST, LAZY
+from telegrad.rpc.threads.spin import Spinner
+from telegrad.rpc.threads.yield_turn import blocking, local
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import Ack, Exhausted, Goodbye
 
 if TYPE_CHECKING:
-    from telegrad.rpc.link import Link
+    from telegrad.rpc.client.link import Link
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -36,7 +36,7 @@ _MOST_UNACKNOWLEDGED = 256  # replies that the worker may have to remember for a
 _LOOK_AGAIN_SECONDS = 1.0
 
 
-class Replies:
+class ReplyReader:
     """The reading end of a link."""
 
     def __init__(self, link: "Link") -> None:
@@ -68,7 +68,7 @@ class Replies:
                 else:
                     connection = self._link.current
                     if self.state == ARMED and connection is not None:
-                        self._agent.crew.disarm(connection.stream.fileno())
+                        self._agent.io_threads.disarm(connection.stream.fileno())
                     self.state = READING
                     reads = True
             if reads:
@@ -103,8 +103,8 @@ class Replies:
 
     def _read_until(self, slot: Slot) -> None:
         spinner = self._spinner
-        crew = self._agent.crew
-        disturbs = crew.works if local.turn is None else crew.another_works
+        io_threads = self._agent.io_threads
+        disturbs = io_threads.works if local.turn is None else io_threads.another_works
         while not slot.done:
             connection = self._link.current
             if connection is None:  # lost: the agent dials again, or finds that the worker is dead
@@ -130,11 +130,11 @@ class Replies:
             self._pass_on()
             connection = self._link.current
             if woken and self.state == IDLE and connection is not None:
-                # The event that woke the crew is spent: have the kernel tell of the worker's end again.
-                self._agent.crew.disarm(connection.stream.fileno())
+                # The event that woke the I/O threads is spent: have the kernel tell of the worker's end again.
+                self._agent.io_threads.disarm(connection.stream.fileno())
 
     def _pass_on(self) -> None:
-        """Under the lock: let one who waits read, or the crew if others wait for futures only."""
+        """Under the lock: let one who waits read, or the I/O threads if others wait for futures only."""
         self.state = IDLE
         while self._waiters:
             heir = self._waiters.popleft()
@@ -145,27 +145,27 @@ class Replies:
         if connection is None:
             return
         if len(self._pending) > BURST_CALLS and time.monotonic() - self.last_asked < BURST:
-            self._agent.flusher.within(BURST, connection)  # calls keep coming: read their replies together
+            self._agent.delayed_flush.within(BURST, connection)  # calls keep coming: read their replies together
         elif self._pending or self._pending.has_overdue:
             self.state = ARMED
-            self._agent.crew.arm(connection.stream.fileno())
+            self._agent.io_threads.arm(connection.stream.fileno())
 
     def arm(self) -> None:
-        """Have the crew look for replies, unless a thread reads already."""
+        """Have the I/O threads look for replies, unless a thread reads already."""
         with self._lock:
             connection = self._link.current
             if self.state == IDLE and connection is not None:
                 self.state = ARMED
-                self._agent.crew.arm(connection.stream.fileno())
+                self._agent.io_threads.arm(connection.stream.fileno())
 
     def unwatched(self) -> None:
-        """The connection is lost: the kernel tells the crew nothing more. A thread that reads goes on with the next."""
+        """The connection is lost: no more events of it. A thread that reads goes on with the next."""
         with self._lock:
             if self.state == ARMED:
                 self.state = IDLE
 
     def readable(self) -> None:
-        """The crew: the kernel says that a reply came, or that the worker ended while nothing was expected of it."""
+        """I/O thread: a reply came, or the worker ended while nothing was expected of it."""
         with self._lock:
             connection = self._link.current
             if self.state == READING or connection is None:
@@ -222,7 +222,7 @@ class Replies:
         try:
             connection.flush(deadline=time.monotonic())  # this thread reads: it must not wait until the worker does
         except TimeoutError:
-            self._agent.flusher.within(LAZY, connection)
+            self._agent.delayed_flush.within(LAZY, connection)
         except (OSError, ValueError):
             log.debug("what was held back for %s goes over its next connection", self._link.member.name)
 
@@ -236,7 +236,7 @@ class Replies:
         named = array.array("Q", [request_id for request_id in received if request_id >= lowest])
         try:
             connection.send(Kind.NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
-            self._agent.flusher.within(LAZY, connection)
+            self._agent.delayed_flush.within(LAZY, connection)
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self._link.member.name)
 

@@ -3,8 +3,8 @@
 Pure: it is told of arrivals and of deaths, and says which barriers are complete. A worker that dies is no longer
 expected, so it holds nobody up.
 
-Barriers come in rounds, "name/0", "name/1" and so on to "name/left" and "name/closed". The keeper itself may die when
-some have its answer and others have not: those are a round ahead when the next keeper begins its book, so whoever has
+Barriers come in rounds, "name/0", "name/1" and so on to "name/left" and "name/closed". The host itself may die when
+some have its answer and others have not: those are a round ahead when the next host begins its book, so whoever has
 reached a later round counts as having reached the earlier ones.
 """
 
@@ -15,7 +15,7 @@ Answer = Callable[[int], None]  # called with the sum of all activities
 _LAST_ROUNDS = {"left": 1e18, "closed": 2e18}
 
 
-class Book:
+class Arrivals:
     """Arrivals at the barriers this worker keeps."""
 
     def __init__(self) -> None:

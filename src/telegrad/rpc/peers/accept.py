@@ -1,7 +1,7 @@
 """How a connection comes about: dialled by one worker, accepted by the other, after both proved themselves.
 
 The dialler does its part in the calling thread, with a deadline. The listener never gives a thread to a stranger: each
-half-open connection is a small state machine fed by the crew, there is room for so many of them, and each has a
+half-open connection is a small state machine fed by the I/O threads, there is room for so many of them, and each has a
 deadline.
 """
 
@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, WorkerDied
-from telegrad.rpc.crew import Crew
-from telegrad.rpc.keeper import Keeper
 from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.threads.io_threads import IoThreads
+from telegrad.rpc.threads.timer import Timer
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import UNIX, Address, Listeners, connect, reachable
 from telegrad.transport.connection import Connection
@@ -143,16 +143,16 @@ class Acceptor:
         listeners: Listeners,
         secret: bytes,
         options: RpcBackendOptions,
-        crew: Crew,
-        keeper: Keeper,
+        io_threads: IoThreads,
+        timer: Timer,
         admit: Callable[[Hello], Welcome],
         admitted: Callable[[Hello, Welcome, Connection], None],
     ) -> None:
         self._listeners = listeners
         self._secret = secret
         self._options = options
-        self._crew = crew
-        self._keeper = keeper
+        self._crew = io_threads
+        self._timer = timer
         self._admit = admit
         self._admitted = admitted
         self._half_open: dict[int, _HalfOpen] = {}
@@ -180,7 +180,7 @@ class Acceptor:
             if listener.fileno() >= 0:
                 log.warning("cannot accept a connection: %s", error)
                 # Most likely out of descriptors. The caller still waits, so at once would be again and again.
-                self._keeper.at(time.monotonic() + _PAUSE_SECONDS, rearm)
+                self._timer.at(time.monotonic() + _PAUSE_SECONDS, rearm)
 
     def _rearm(self, listener: socket.socket | MemoryListener) -> None:
         if listener.fileno() >= 0:
@@ -197,7 +197,7 @@ class Acceptor:
             if self._half_open.get(fd) is entry:
                 self._drop(fd, f"no proof within {HANDSHAKE_SECONDS:g} s")
 
-        self._keeper.at(time.monotonic() + HANDSHAKE_SECONDS, too_late)
+        self._timer.at(time.monotonic() + HANDSHAKE_SECONDS, too_late)
 
     def _proceed(self, fd: int) -> None:
         entry = self._half_open.get(fd)

@@ -1,7 +1,7 @@
-"""The keeper: one thread per agent that minds the time. It runs no user code and never waits for a peer.
+"""The timer: one thread per agent that minds the time. It runs no user code and never waits for a peer.
 
 It sleeps until the earliest moment somebody asked for. Deadlines of futures, heartbeats and the watch over threads that
-are stuck in a user's function all come from here; what they lead to is done by the crew.
+are stuck in a user's function all come from here; what they lead to is done by the I/O threads.
 """
 
 import heapq
@@ -11,24 +11,24 @@ import threading
 import time
 from collections.abc import Callable
 
-from telegrad.rpc.bell import Bell
+from telegrad.rpc.threads.wakeup import Wakeup
 
 log = logging.getLogger("telegrad.rpc")
 
 _FOREVER = 3600.0
 
 
-class Keeper:
+class Timer:
     """Calls functions at given times."""
 
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._next = float("inf")
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"{name}-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{name}-timer", daemon=True)
 
     def start(self) -> None:
         """Start keeping time."""
@@ -42,7 +42,7 @@ class Keeper:
             if earlier:
                 self._next = when
         if earlier:
-            self._bell.ring()
+            self._wakeup.set()
 
     def _run(self) -> None:
         while not self._closed:
@@ -57,13 +57,13 @@ class Keeper:
                 try:
                     task()
                 except Exception:
-                    log.exception("a timed task failed; the keeper goes on")
+                    log.exception("a timed task failed; the timer goes on")
             if not due:
-                self._bell.wait(pause)
+                self._wakeup.wait(pause)
 
     def close(self) -> None:
         """Stop; tasks not yet due are dropped."""
         self._closed = True
-        self._bell.ring()
+        self._wakeup.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(1.0)

@@ -10,14 +10,14 @@ import msgspec
 
 from telegrad.errors import RendezvousError, TelegradError
 from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation, generation_of
-from telegrad.rpc import hosting
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.barriers import register_handlers
-from telegrad.rpc.caretaker import Caretaker
 from telegrad.rpc.current import set_current_agent
 from telegrad.rpc.devices import as_published
+from telegrad.rpc.job import store as store_host
+from telegrad.rpc.job.barrier import register_handlers
+from telegrad.rpc.job.member_log import MemberLog, open_store, wait_for_ranks
+from telegrad.rpc.job.store_recovery import StoreRecovery
 from telegrad.rpc.options import RpcBackendOptions
-from telegrad.rpc.rendezvous import MeetingPlace, open_store, wait_for_ranks
 from telegrad.rpc.workers import Member, check_id
 from telegrad.transport.addresses import Listeners, host_identity
 
@@ -25,7 +25,7 @@ log = logging.getLogger("telegrad.rpc")
 
 _LOOPBACK = "127.0.0.1"
 _SECRET_BYTES = 32
-# For workers whose meeting place has just ended: they come to the new one, and say which ids are taken.
+# For workers whose rendezvous store has just ended: they come to the new one, and say which ids are taken.
 _GRACE_SECONDS = 0.5
 
 # The layers above, each with an `install(agent)` that puts its handlers and hooks on an agent. By name: this layer
@@ -50,7 +50,7 @@ def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
             left = max(0.0, deadline - time.monotonic())
             store = open_store(options.init_method, rank, world_size, left)
         try:
-            place = MeetingPlace(store, "static" if world_size else "open")
+            place = MemberLog(store, "static" if world_size else "open")
             if world_size is None and place.where is not None and place.is_first:
                 time.sleep(_GRACE_SECONDS)
             store = None  # the place has it, and may let it go
@@ -58,27 +58,27 @@ def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
         except TelegradError:
             raise
         except RuntimeError as error:  # torch's own: the store has ended
-            if given or hosting.place_in(options.init_method) is None or time.monotonic() >= deadline:
-                raise RendezvousError(f"the meeting place {options.init_method!r} failed: {error}") from error
-            log.info("the meeting place %r closed as worker %r came; it comes again", options.init_method, name)
+            if given or store_host.place_in(options.init_method) is None or time.monotonic() >= deadline:
+                raise RendezvousError(f"the rendezvous store {options.init_method!r} failed: {error}") from error
+            log.info("the rendezvous store %r closed as worker %r came; it comes again", options.init_method, name)
             store = None
 
 
 def _start_until_counted(
-    place: MeetingPlace, name: str, rank: int, world_size: int | None, options: RpcBackendOptions
+    place: MemberLog, name: str, rank: int, world_size: int | None, options: RpcBackendOptions
 ) -> Agent:
     while True:
         try:
             return _start_at(place, name, rank, world_size, options)
         except _Outdated:
-            log.info("worker %r joins once more: it had opened the meeting place anew", name)
+            log.info("worker %r joins once more: it had opened the rendezvous store anew", name)
             place.read_again()
         except BaseException:
             place.lose()  # now, and not when the error is forgotten
             raise
 
 
-def _start_at(place: MeetingPlace, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Agent:
+def _start_at(place: MemberLog, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Agent:
     worker_id = rank if rank >= 0 else place.next_id()
     check_id(worker_id)
     incarnation = draw_incarnation(_generation(place, worker_id))
@@ -96,16 +96,16 @@ def _start_at(place: MeetingPlace, name: str, rank: int, world_size: int | None,
     )
     agent = Agent(member, options.secret_bytes or own_secret, options, listeners, place)
     agent.world_size = world_size
-    agent.caretaker = Caretaker(agent, place)
+    agent.store_recovery = StoreRecovery(agent, place)
     register_handlers(agent)
     try:
         agent.start()
-        agent.caretaker.start()
+        agent.store_recovery.start()
         for layer in _LAYERS:
             importlib.import_module(layer).install(agent)
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
-        agent.health.start()
+        agent.liveness.start()
     except BaseException as error:
         set_current_agent(None)
         # The other side of a clash must find this record to see it, too.
@@ -115,7 +115,7 @@ def _start_at(place: MeetingPlace, name: str, rank: int, world_size: int | None,
     return agent
 
 
-def _generation(place: MeetingPlace, worker_id: int) -> int:
+def _generation(place: MemberLog, worker_id: int) -> int:
     generation = place.next_generation(worker_id)
     if generation > MAX_GENERATION:
         raise RendezvousError(
@@ -124,7 +124,7 @@ def _generation(place: MeetingPlace, worker_id: int) -> int:
     return generation
 
 
-def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | None) -> None:
+def _meet(agent: Agent, place: MemberLog, member: Member, world_size: int | None) -> None:
     generation = generation_of(member.incarnation)
     # Who has been here this time, though it may have left again already: it is not waited for.
     came: set[int] = set()
@@ -156,13 +156,15 @@ def _meet(agent: Agent, place: MeetingPlace, member: Member, world_size: int | N
         agent.peers.take_news = agent.peers.learn
 
 
-def _publish(place: MeetingPlace, member: Member) -> None:
+def _publish(place: MemberLog, member: Member) -> None:
     try:
         place.publish(member)
     except RuntimeError as error:
         if place.where is None:
             raise
-        log.debug("the meeting place has just closed: its caretakers say who is here when it is open again: %s", error)
+        log.debug(
+            "the rendezvous store has just closed: its other workers say who is here when it is open again: %s", error
+        )
 
 
 def _check_clash(agent: Agent, members: list[Member], mine: Member, world_size: int | None) -> None:
@@ -193,14 +195,14 @@ def _answers(agent: Agent, member: Member) -> bool:
 
 
 def leave(agent: Agent, quietly: bool = False) -> None:
-    """Put on record that this worker is gone, unless `quietly`; what becomes of the meeting place is up to others."""
+    """Record that this worker is gone, unless `quietly`; what becomes of the rendezvous store is up to others."""
     if agent.place is not None and not quietly:
         try:
             agent.place.publish(msgspec.structs.replace(agent.member, leaving=True, secret=b""))
         except RuntimeError as error:
-            log.debug("the meeting place is gone: %s", error)
-    if agent.caretaker is not None:
-        agent.caretaker.close()
+            log.debug("the rendezvous store is gone: %s", error)
+    if agent.store_recovery is not None:
+        agent.store_recovery.close()
 
 
 def let_go_of_place(agent: Agent) -> None:

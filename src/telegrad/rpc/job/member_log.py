@@ -4,7 +4,7 @@ Each worker appends a record of itself and reads the records of the others. The 
 remember no more than how far it has read, and a worker that comes back under its old name is simply a later record.
 
 A store that lives in the process of one worker ends with it. The place is then lost until `move` gives it another
-store, at the same address, which begins empty: see `caretaker.py`.
+store, at the same address, which begins empty: see `store_recovery.py`.
 """
 
 import logging
@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from telegrad.errors import RendezvousError, TelegradError
 from telegrad.ids import Incarnation, WorkerId, generation_of
-from telegrad.rpc import hosting
+from telegrad.rpc.job import store as store_host
 from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.rpc")
@@ -35,12 +35,12 @@ _decode = msgspec.msgpack.Decoder(Member).decode
 def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Any:
     """The store that `init_method` names. Others than the plain forms of tcp:// and env:// are left to torch."""
     limit = timedelta(seconds=max(timeout, 1e-3))
-    place = hosting.place_in(init_method)
+    place = store_host.place_in(init_method)
     try:
         if place is not None:
-            first = rank == 0 or (world_size is None and rank < 0 and hosting.is_here(place[0]))
-            opens = first and not hosting.is_launchers(place)
-            store: Any = hosting.open_or_join(place, opens=opens, seconds=timeout)
+            first = rank == 0 or (world_size is None and rank < 0 and store_host.is_here(place[0]))
+            opens = first and not store_host.is_launchers(place)
+            store: Any = store_host.open_or_join(place, opens=opens, seconds=timeout)
         elif world_size:
             store, _, _ = next(iter(rendezvous(init_method, rank=rank, world_size=world_size, timeout=limit)))
         else:
@@ -48,14 +48,14 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     except TimeoutError as error:
         raise RendezvousError(
             f"cannot meet at {init_method!r} within {timeout:g} s: {error}. For tcp:// and env:// rank 0 opens the "
-            "meeting place: is it running, and is the address right?"
+            "rendezvous store: is it running, and is the address right?"
         ) from error
     except (ValueError, TypeError) as error:
         raise RendezvousError(f"cannot meet at {init_method!r}: {error}") from error
     except RuntimeError as error:  # torch's store errors are RuntimeErrors
         raise RendezvousError(
             f"cannot meet at {init_method!r} within {timeout:g} s: {str(error).splitlines()[0]}. "
-            "For tcp:// and env:// rank 0 opens the meeting place: is it running, and is the address right?"
+            "For tcp:// and env:// rank 0 opens the rendezvous store: is it running, and is the address right?"
         ) from error
     store.set_timeout(limit)
     return store
@@ -70,12 +70,12 @@ def _path_in(init_method: str) -> str:
     return url.path
 
 
-class MeetingPlace:
+class MemberLog:
     """The log of one job in a store."""
 
     def __init__(self, store: Any, kind: str) -> None:
         """`kind` says which kind of job it is, "static" or "open"; there is one kind in one store."""
-        self.where = hosting.place_of(store)  # None for a store that does not end with a worker
+        self.where = store_host.place_of(store)  # None for a store that does not end with a worker
         # Whether the store is still there. Asked before each use, by a look that does not print if it is not.
         self.stands: Callable[[], bool] = lambda: True
         self._kind = kind
@@ -117,7 +117,7 @@ class MeetingPlace:
     def _open_log(self) -> Any:
         log_ = self._log
         if log_ is None or not self.stands():
-            raise RuntimeError("the worker that kept the meeting place has gone, and no other has opened it yet")
+            raise RuntimeError("the worker that kept the rendezvous store has gone, and no other has opened it yet")
         return log_
 
     def next_id(self) -> int:
@@ -182,12 +182,12 @@ class MeetingPlace:
         except RuntimeError as error:
             if self.where is None:
                 raise
-            log.debug("the meeting place has closed, and is opened anew: %s", error)
+            log.debug("the rendezvous store has closed, and is opened anew: %s", error)
         return fresh
 
 
 def wait_for_ranks(
-    place: MeetingPlace,
+    place: MemberLog,
     take: Callable[[list[Member]], None],
     present: Callable[[], set[int]],
     world_size: int,
@@ -215,5 +215,5 @@ def wait_for_ranks(
             raise
         except RuntimeError as error:
             raise RendezvousError(
-                f"the meeting place closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"
+                f"the rendezvous store closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"
             ) from error

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from telegrad.rpc.ranges import Ranges
+from telegrad.rpc.server.ranges import Ranges
 
 KEPT_NOTICES = 256  # a caller sends so many again over a new connection
 _REMEMBERED_NOTICES = 4 * KEPT_NOTICES

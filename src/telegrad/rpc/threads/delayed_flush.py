@@ -1,24 +1,24 @@
-"""What a connection holds back to share a write is written with the next message, or by the flusher in time."""
+"""What a connection holds back to share a write is written with the next message, or by the delayed flush in time."""
 
 import logging
 import time
 
-from telegrad.rpc.keeper import Keeper
+from telegrad.rpc.threads.timer import Timer
 from telegrad.transport.connection import Connection
 
 log = logging.getLogger("telegrad.rpc")
 
-LAZY = 0.005  # for what nobody waits for; each use of the keeper wakes a thread, so not more often than this
+LAZY = 0.005  # for what nobody waits for; each use of the timer wakes a thread, so not more often than this
 BURST = 0.001  # for calls in a burst, whose replies usually write them sooner
 
 _FOREVER = float("inf")
 
 
-class Flusher:
-    """Sees that nothing is held back for long. Called by many threads; a race costs one more look of the keeper."""
+class DelayedFlush:
+    """Sees that nothing is held back for long. Called by many threads; a race costs one more look of the timer."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    def __init__(self, timer: Timer) -> None:
+        self._timer = timer
         self._due: dict[Connection, float] = {}
         self._next = _FOREVER
 
@@ -30,7 +30,7 @@ class Flusher:
         self._due[connection] = due
         if due < self._next:
             self._next = due
-            self._keeper.at(due, self._flush)
+            self._timer.at(due, self._flush)
 
     def _flush(self) -> None:
         now = time.monotonic()
@@ -46,4 +46,4 @@ class Flusher:
             except (OSError, ValueError):
                 log.debug("a connection closed before what it held back was written")
         if self._next < _FOREVER:
-            self._keeper.at(self._next, self._flush)
+            self._timer.at(self._next, self._flush)

@@ -1,4 +1,4 @@
-"""The crew: the threads of one agent that wait for its connections and run what arrives.
+"""The I/O threads: those of one agent that wait for its connections and run what arrives.
 
 All of them wait on one epoll descriptor. A connection is armed for one event at a time, so the kernel itself picks the
 thread that handles it and nobody hands anything over. At least one thread is always left waiting: when the last one is
@@ -24,15 +24,15 @@ _STEP = 0.005
 _MOST_THREADS = 1024  # with those that wait for others; beyond, requests wait in their sockets
 
 
-class Crew:
+class IoThreads:
     """Threads that handle events of descriptors and tasks submitted from anywhere."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = max(2, limit)
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
         self._handlers: dict[int, Callable[[], None]] = {}
         self._tasks: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class Crew:
         self._idle = 0
         self._sleeping = 0
         self._closed = False
-        self.handled = 0  # events and tasks, for the keeper to see whether there is progress
+        self.handled = 0  # events and tasks, for the timer to see whether there is progress
 
     def start(self) -> None:
         """Start the first threads."""
@@ -50,7 +50,7 @@ class Crew:
     # --- descriptors ---
 
     def watch(self, fd: int, handler: Callable[[], None], *, armed: bool) -> None:
-        """Call `handler` in a crew thread when `fd` is readable, once for each time it is armed."""
+        """Call `handler` in an I/O thread when `fd` is readable, once for each time it is armed."""
         self._handlers[fd] = handler
         self._epoll.register(fd, _ONCE if armed else _END_ONLY)
 
@@ -79,10 +79,10 @@ class Crew:
     # --- tasks ---
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run `task` in a crew thread."""
+        """Run `task` in an I/O thread."""
         self._tasks.append(task)
         if not self._closed:
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wakeup, 1)
 
     def attend(self, task: Callable[[], None]) -> None:
         """The same for what must not wait until a user's function is done, as it would if all threads are taken."""
@@ -94,7 +94,7 @@ class Crew:
     # --- threads ---
 
     def sleeping(self, change: int) -> None:
-        """A thread of the crew begins (+1) or ends (-1) to wait for somebody else."""
+        """A I/O thread begins (+1) or ends (-1) to wait for somebody else."""
         with self._lock:
             self._sleeping += change
             short = change > 0 and self._idle == 0
@@ -102,7 +102,7 @@ class Crew:
             self._hire()
 
     def relieve(self) -> None:
-        """Add a thread although the limit is reached: for the keeper, when nothing moves."""
+        """Add a thread although the limit is reached: for the timer, when nothing moves."""
         with self._lock:
             needed = self._idle == 0 and not self._closed
         if needed:
@@ -131,7 +131,7 @@ class Crew:
             working = len(self._threads) - self._idle - self._sleeping
             if self._closed or len(self._threads) >= _MOST_THREADS or (not beyond and working > self._limit):
                 return
-            thread = threading.Thread(target=self._work, name=f"{self._name}-crew", daemon=True)
+            thread = threading.Thread(target=self._work, name=f"{self._name}-io", daemon=True)
             self._threads.add(thread)
             self._idle += 1
         thread.start()
@@ -148,7 +148,7 @@ class Crew:
         """One event, from idle to idle. False when this thread should end."""
         try:
             events = self._epoll.poll(_IDLE_SECONDS, 1)
-        except (ValueError, OSError):  # the crew was closed
+        except (ValueError, OSError):  # the I/O threads was closed
             events = []
         with self._lock:
             self._idle -= 1
@@ -165,7 +165,7 @@ class Crew:
         return True
 
     def _handle(self, fd: int) -> None:
-        handler = self._run_task if fd == self._bell else self._handlers.get(fd)
+        handler = self._run_task if fd == self._wakeup else self._handlers.get(fd)
         if handler is not None:
             self._guard(handler)
 
@@ -173,19 +173,19 @@ class Crew:
         try:
             task()
         except Exception:
-            log.exception("a crew thread of %s met an unexpected error; it goes on", self._name)
+            log.exception("an I/O thread of %s met an unexpected error; it goes on", self._name)
 
     def _run_task(self) -> None:
-        # The bell stays rung until the queue is empty, so that idle threads come for the other tasks.
+        # The wake-up stays set until the queue is empty, so that idle threads come for the other tasks.
         try:
             task = self._tasks.popleft()
         except IndexError:
             try:
-                os.eventfd_read(self._bell)
+                os.eventfd_read(self._wakeup)
             except BlockingIOError:
                 return
             if self._tasks:  # one came between the two
-                os.eventfd_write(self._bell, 1)
+                os.eventfd_write(self._wakeup, 1)
             return
         task()
 
@@ -198,7 +198,7 @@ class Crew:
         with self._lock:
             self._closed = True
             threads = list(self._threads)
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wakeup, 1)
         here = threading.current_thread()
         began = time.monotonic()
         for thread in threads:
@@ -208,4 +208,4 @@ class Crew:
                 thread.join(_STEP)
         self._handlers.clear()
         self._epoll.close()
-        os.close(self._bell)
+        os.close(self._wakeup)

@@ -6,7 +6,7 @@ from telegrad.wire.frames import Frame
 from telegrad.wire.messages import AnyMessage
 
 if TYPE_CHECKING:
-    from telegrad.rpc.session import Session
+    from telegrad.rpc.server.session import Session
     from telegrad.rpc.workers import Member
 
 

@@ -1,0 +1,1 @@
+"""How a job begins and ends: rendezvous store, joining, barriers, shutdown."""

@@ -1,0 +1,1 @@
+"""How a request of another worker is served here: sessions, at most once, running the user's function."""
