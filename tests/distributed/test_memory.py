@@ -45,7 +45,7 @@ def growth(since: int) -> int:
 
 
 def replies_kept() -> int:
-    """ReplyReader that this worker still remembers."""
+    """Replies that this worker still remembers."""
     return sum(len(session.requests.replies) for session in require_agent().peers.sessions())
 
 

@@ -126,8 +126,8 @@ class World:
         shared: dict[str, Any] = {
             "io_threads": nothing,
             "helpers": nothing,
-            "keeper": nothing,
-            "health": health,
+            "timer": nothing,
+            "liveness": health,
             "closing": False,
         }
         shared["delayed_flush"] = SimpleNamespace(within=lambda _, end: end.flush())

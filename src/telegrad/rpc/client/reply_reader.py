@@ -2,7 +2,7 @@
 
 The thread that waits for a reply reads it itself: no other thread has to wake up for it. While one thread reads, others
 that wait on the same link sleep; the reader completes their slots as replies come and passes the reading on when its
-own is there. ReplyReader nobody waits for in person (futures) are read by the I/O threads.
+own is there. Replies nobody waits for in person (futures) are read by the I/O threads.
 
     IDLE      nothing is expected, or nobody looks
     ARMED     the I/O threads is told by the kernel when a reply comes
