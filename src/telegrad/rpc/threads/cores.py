@@ -1,7 +1,7 @@
 """How the workers of one host share its cores.
 
-torch gives each process as many OpenMP threads as there are cores, and they spin for a while after each operation. Alone
-on a host that is right; several workers take the cores from each other that way. So workers that are started together
+torch gives each process as many OpenMP threads as there are cores, and they spin for a while after each operation. For
+one that is alone that is right; several workers take the cores from each other that way. So workers that are started together
 get environment variables (`variables_for`), which is all that can make OpenMP's threads sleep: they are read once, when
 torch is loaded. A process that others started gets its share of threads when it joins (`take_share`).
 
@@ -73,7 +73,7 @@ def take_share(workers: int) -> None:
 
 def return_share() -> None:
     """This process is no worker any more: torch has again what it had, unless that was changed meanwhile."""
-    global _taken  # noqa: PLW0603
+    global _taken
     taken, _taken = _taken, None
     if taken is not None and torch.get_num_threads() == taken[1]:
         torch.set_num_threads(taken[0])
