@@ -1,9 +1,9 @@
 """How the workers of one host share its cores.
 
-torch gives each process as many OpenMP threads as there are cores, and they spin for a while after each operation. For
-one that is alone that is right; several workers take the cores from each other that way. So workers that are started together
-get environment variables (`variables_for`), which is all that can make OpenMP's threads sleep: they are read once, when
-torch is loaded. A process that others started gets its share of threads when it joins (`take_share`).
+torch gives each process as many OpenMP threads as there are cores, and they spin for a while after each operation. That
+is right for a process alone on a host; several take the cores from each other that way. So workers that are started
+together get environment variables (`variables_for`), which is all that can make OpenMP's threads sleep: they are read
+once, when torch is loaded. A process that others started gets its share of threads when it joins (`take_share`).
 
 Whatever the user has said, in the environment or by `torch.set_num_threads`, stays.
 """
