@@ -6,6 +6,7 @@ one that returns a Future or a coroutine is answered when that is done, and no t
 """
 
 import asyncio
+import contextvars
 import functools
 import operator
 import threading
@@ -122,19 +123,22 @@ def resolve(session: Session, number: int) -> Any:
 
 
 class Later:
-    """Instead of a result that is not there yet: that of a coroutine, or of a function that returned a future."""
+    """Instead of a result that is not there yet: that of a coroutine, or of a function that returned a future.
 
-    __slots__ = ("_agent", "_func", "_result")
+    Made where the function ran, whose context variables a coroutine keeps: it calls in the context of its caller."""
+
+    __slots__ = ("_agent", "_context", "_func", "_result")
 
     def __init__(self, agent: Agent, func: Any, result: Any) -> None:
         self._agent = agent
         self._func = func
         self._result = result
+        self._context = contextvars.copy_context()
 
     def give_to(self, done: Result, failed: Failure) -> None:
         """Call one of the two when the result is there, from whichever thread."""
         if isinstance(self._result, CoroutineType):
-            agent_loop(self._agent).run(self._result, done, failed)
+            agent_loop(self._agent).run(self._result, self._context, done, failed)
         else:
             _when_done(self._func, self._result, done, failed)
 
@@ -157,12 +161,14 @@ def run_call(agent: Agent, request: Request, call: PythonCall | PythonRemoteCall
     del tensors
     if request.scope is None:
         result = func(*args, **kwargs)
-    else:
-        with request.scope():
-            result = func(*args, **kwargs)
-    if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
-        return Later(agent, func, result)
-    return result
+        if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
+            return Later(agent, func, result)
+        return result
+    with request.scope():
+        result = func(*args, **kwargs)
+        if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
+            return Later(agent, func, result)
+        return result
 
 
 def _when_done(func: Any, result: Any, done: Result, failed: Failure) -> None:
@@ -204,6 +210,7 @@ class EventLoop:
 
     def __init__(self, agent: Agent) -> None:
         self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop's thread alone touches it
         self._thread = threading.Thread(target=self._run, name=f"telegrad-{agent.info.name}-asyncio", daemon=True)
         self._thread.start()
         agent.on_close.append(self.close)
@@ -216,8 +223,10 @@ class EventLoop:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], done: Result, failed: Failure) -> None:
-        """Await a coroutine and pass on what comes of it."""
+    def run(
+        self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context, done: Result, failed: Failure
+    ) -> None:
+        """Await a coroutine in a context of its own and pass on what comes of it."""
 
         async def await_and_pass_on() -> None:
             try:
@@ -225,7 +234,12 @@ class EventLoop:
             except BaseException as error:
                 failed(error)
 
-        asyncio.run_coroutine_threadsafe(await_and_pass_on(), self._loop)
+        def start() -> None:
+            task = self._loop.create_task(await_and_pass_on(), context=context)
+            self._tasks.add(task)  # the loop itself keeps no strong reference to one
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(start)
 
     def close(self) -> None:
         """Cancel what still runs and end the thread."""
