@@ -10,7 +10,6 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Generator
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -79,7 +78,8 @@ class Future(torch.futures.Future[T]):
         code, whichever thread runs it."""
         if not callable(callback):
             raise TypeError(f"incompatible function arguments. A callback takes the future, got {callback!r}")
-        self._add_callback(partial(contextvars.copy_context().run, callback))
+        context = contextvars.copy_context()
+        self._add_callback(lambda future: context.run(callback, future))
 
     def _add_callback(self, callback: Callable[[torch.futures.Future[T]], object]) -> None:
         self.has_callbacks = True

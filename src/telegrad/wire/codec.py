@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.storage import TypedStorage
 
 from telegrad.errors import ProtocolError, SerializationError
@@ -223,7 +223,7 @@ class _Table:
             return put_together, take_apart(tensor)
         elif cls.__reduce_ex__ not in _PLAIN_REDUCTIONS:
             if tensor.requires_grad and _recording():
-                if isinstance(tensor, UninitializedTensorMixin):
+                if is_lazy(tensor):
                     raise SerializationError(
                         f"a {cls.__name__} cannot be sent within a context: it has no shape yet, so it can have no "
                         "gradient; run its module once, or materialize() it, and send it then"
