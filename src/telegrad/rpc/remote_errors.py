@@ -180,3 +180,8 @@ def hide_own_frames(error: BaseException) -> None:
     """Before an exception that came from another worker leaves Telegrad: forget how it passed through here."""
     if _remote_notes(error) and not shows_all_frames():
         error.__traceback__ = None
+
+
+def with_notes(error: BaseException) -> str:
+    """The text of an exception and what comes with it, for those who get no more of it than a text."""
+    return "\n".join([_shown(str, error), *getattr(error, "__notes__", ())])
