@@ -65,8 +65,9 @@ class Definition:
 class Session:
     """Requests of one incarnation of one worker, over one of its links."""
 
-    def __init__(self, agent: "Agent", member: "Member", main_by_value: bool) -> None:
+    def __init__(self, agent: "Agent", member: "Member", main_by_value: bool, ticket: bytes = b"") -> None:
         self.agent = agent
+        self.ticket = ticket  # whoever goes on with this session over another connection must show it
         self.member = member
         self.main_by_value = main_by_value
         self.functions: dict[int, Any] = {}  # numbers that stand for functions on this link
