@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from telegrad import trace
 from telegrad.errors import ProtocolError
 from telegrad.ids import WorkerId
 from telegrad.rpc.client.pending import FOREVER, Slot
@@ -161,6 +162,8 @@ class Agent:
             slot.on_reply = on_reply
         if definition:
             slot.definition = definition
+        if trace.recorder is not None:
+            trace.recorder.asked(slot, message, packed.payload, tensors, memory)
         link.request(slot, message, packed.payload, tensors, memory)
         return slot
 
@@ -238,6 +241,9 @@ class Agent:
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
+        if trace.recorder is not None and trace.recorder.takes(request):
+            trace.recorder.serve(request, self.serve)
+            return
         handler = self.handlers.get(type(request.message))
         if type(request.message) not in NO_WORK:  # a shutdown must not count its own barriers as work that goes on
             self.calls_served += 1

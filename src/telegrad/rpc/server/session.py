@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from telegrad import trace
 from telegrad.errors import ProtocolError
 from telegrad.rpc.server.at_most_once import NEW, AtMostOnce, Reply
 from telegrad.rpc.server.request import Request
@@ -65,9 +66,10 @@ class Definition:
 class Session:
     """Requests of one incarnation of one worker, over one of its links."""
 
-    def __init__(self, agent: "Agent", member: "Member", main_by_value: bool) -> None:
+    def __init__(self, agent: "Agent", member: "Member", main_by_value: bool, number: int = 0) -> None:
         self.agent = agent
         self.member = member
+        self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value
         self.functions: dict[int, Any] = {}  # numbers that stand for functions on this link
         self.connection: Connection | None = None
@@ -166,6 +168,8 @@ class Session:
             if not frames:
                 turn.give_up()
                 return
+            if trace.recorder is not None:
+                trace.recorder.arrived(self, frames)
             inbox.extend(frames)
 
     def _note_definition(self, message: AnyMessage) -> None:
@@ -263,6 +267,8 @@ class Session:
         requests = self.requests
         reply = (kind, request_id, *content)
         requests.answer(request_id, reply)
+        if trace.recorder is not None:
+            trace.recorder.replied(self, request_id, kind, content)
         try:
             if self.paused:
                 self._resume()
