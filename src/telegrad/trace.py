@@ -32,7 +32,7 @@ Key = tuple[int, int, int]  # a request: its caller's incarnation, link and numb
 current: ContextVar[Key | None] = ContextVar("telegrad_request", default=None)
 recorder: "Recorder | None" = None
 _REQUEST, _REPLY = 1, 2  # kinds of frames, as in `wire/frames.py`, a layer above
-_now = time.monotonic
+now = _now = time.monotonic
 _thread = threading.get_ident
 
 
@@ -76,10 +76,8 @@ class Recorder:
         parent, thread, message, size, count = seen
         frame, link = slot.frame, slot.link
         to, ok = link.member.worker_id, frame is not None and frame.kind == _REPLY
-        self.add(
-            ("call", parent, slot.since, _now(), thread, to, link.number, slot.request_id, slot.subject)
-            + (message, size, count, ok, slot.complete is None)
-        )
+        request = (link.number, slot.request_id, slot.subject, message)
+        self.add(("call", parent, slot.since, _now(), thread, to, *request, size, count, ok, slot.complete is None))
 
     def waited(self, wait: Callable[[], None], slot: Any) -> None:
         """Wait for the reply of a request that was asked before."""
@@ -93,11 +91,11 @@ class Recorder:
 
     def arrived(self, session: Any, frames: Any) -> None:
         """Requests were read; others may have to be served first."""
-        now = _now()
+        when = _now()
         if len(self._arrived) < self._capacity:
             for frame in frames:
                 if frame.kind == _REQUEST:
-                    self._arrived[session.member.incarnation, session.number, frame.request_id] = now
+                    self._arrived[session.member.incarnation, session.number, frame.request_id] = when
 
     def takes(self, request: Any) -> bool:
         """Whether a request is not being recorded yet. A wrapped one is served twice: as it came, and unwrapped."""
@@ -109,8 +107,8 @@ class Recorder:
         """Serve a request. It is recorded when it is answered."""
         session, frame = request.session, request.frame
         key = (session.member.incarnation, session.number, frame.request_id)
-        now = _now()
-        running = self._running[key] = [self._arrived.pop(key, now), now, 0.0, _thread(), frame.message]
+        begun = _now()
+        running = self._running[key] = [self._arrived.pop(key, begun), begun, 0.0, _thread(), frame.message]
         token = current.set(key)
         try:
             serve(request)
@@ -125,18 +123,23 @@ class Recorder:
         if running is not None:
             arrived, begun, returned, thread, message = running
             payload, tensors, memory = (*content[1:], b"", (), b"")[:3] if len(content) > 1 else (b"", (), b"")
-            size = len(payload) + _size(memory)
-            now = _now()
-            self.add(
-                ("serve", arrived, begun, returned or now, now, thread, *key, message, size, len(tensors))
-                + (kind == _REPLY,)
-            )
+            end, size = _now(), len(payload) + _size(memory)
+            times = (arrived, begun, returned or end, end)
+            self.add(("serve", *times, thread, *key, message, size, len(tensors), kind == _REPLY))
 
     # --- anything else ---
 
     def span(self, name: str, category: str, since: float, **details: Any) -> None:
         """Something went on since `since` in this thread, until now."""
         self.add(("span", current.get(), since, _now(), _thread(), name, category, details))
+
+    def timed(self, name: str, category: str, function: Callable[[], Any]) -> Any:
+        """Run `function` as a span."""
+        since = _now()
+        try:
+            return function()
+        finally:
+            self.span(name, category, since)
 
     def mark(self, name: str, category: str, **details: Any) -> None:
         """Something happened."""

@@ -92,7 +92,7 @@ class Observation:
                 if watcher == LIVE:
                     continue
                 room = _MOST_KEPT - len(kept)
-                kept += events[:room]
+                kept.extend(events[:room])
                 self._lost[watcher] = self._lost.get(watcher, 0) + lost + max(0, len(events) - room)
 
     def collect(self, watcher: str) -> Batch:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from telegrad.observe.timeline.clocks import Bounds, Offset, Ping, align, tighten
 from telegrad.observe.timeline.events import AnyEvent, Call, Mark, Served, Span
 
-_GRADIENTS = "PropagateGradients"
-_PASS = {_GRADIENTS, "BeginPass"}
+_NAMES = {"PropagateGradients": "gradients", "BeginPass": "begin pass"}
+_PASS = _NAMES.keys()
 _QUEUED = 50e-6  # seconds in a queue that are worth a slice of their own
 
 
@@ -52,8 +52,8 @@ def build(tracks: Sequence[Track], reference: int, extra: Iterable[dict[str, Any
     for track in tracks:
         for event in sorted(track.events, key=_begin):
             _write(writer, track, event, calls, served)
-    for event in extra:
-        writer.foreign(event)
+    for foreign in extra:
+        writer.foreign(foreign)
     return {
         "traceEvents": writer.events,
         "displayTimeUnit": "ms",
@@ -215,10 +215,10 @@ def _write_call(
 ) -> None:
     key = (track.incarnation, call.link, call.request_id)
     other = served.get(key)
-    name = "gradients" if call.message == _GRADIENTS else short(call.what)
+    name = _NAMES.get(call.message) or short(call.what)
     args: dict[str, Any] = {"request": call.request_id, "message": call.message, "bytes": call.size}
     args |= {"tensors": call.tensors, "ok": call.ok}
-    if call.context:
+    if call.context >= 0:
         args["context"] = call.context
     if other is not None:
         args["worker"] = other[0].name
@@ -234,26 +234,20 @@ def _write_call(
         tid = writer.beside(track, "calls in flight", call.since, call.end)
     category = "gradient" if call.message in _PASS else "call"
     to = other[0].name if other is not None else f"worker {call.to}"
-    writer.slice(
-        track, tid, f"{name} → {to}", category, call.since, call.end, _with_parent(args, call.parent, calls)
-    )
+    writer.slice(track, tid, f"{name} → {to}", category, call.since, call.end, _with_parent(args, call.parent, calls))
     if other is not None:
         writer.flow("s", track, tid, call.since, category, _arrow(key))
 
 
-def _write_served(
-    writer: _Writer, track: Track, request: Served, calls: Mapping[Key, tuple[Track, Call]]
-) -> None:
+def _write_served(writer: _Writer, track: Track, request: Served, calls: Mapping[Key, tuple[Track, Call]]) -> None:
     key = (request.caller, request.link, request.request_id)
     asked = calls.get(key)
-    name = request.message if asked is None else short(asked[1].what)
-    category = "gradient" if request.message in _PASS else "forward" if request.context else "run"
-    if request.message == _GRADIENTS:
-        name = "gradients"
+    name = _NAMES.get(request.message) or (request.message if asked is None else short(asked[1].what))
+    category = "gradient" if request.message in _PASS else "forward" if request.context >= 0 else "run"
     args: dict[str, Any] = {"request": request.request_id, "message": request.message, "ok": request.ok}
     args |= {"reply_bytes": request.size, "reply_tensors": request.tensors}
     args["queue_us"] = round((request.begun - request.arrived) * 1e6, 1)
-    if request.context:
+    if request.context >= 0:
         args["context"] = request.context
     if asked is not None:
         args |= {"caller": asked[0].name, "bytes": asked[1].size, "tensors": asked[1].tensors}
@@ -280,4 +274,8 @@ def _with_parent(
     if parent is None:
         return args
     of = calls.get(parent)
-    return {**args, "parent": _arrow(parent), **({"within": short(of[1].what)} if of is not None else {})}
+    return {
+        **args,
+        "parent": _arrow(parent),
+        **({"within": _NAMES.get(of[1].message) or short(of[1].what)} if of else {}),
+    }

@@ -85,6 +85,10 @@ class Batch(msgspec.Struct, array_like=True):
     lost: int
 
 
+# The recorder's tuples hold their fields in order; untyped, since a tuple of any length cannot be checked.
+_call: Any = Call
+_served: Any = Served
+
 encode = msgspec.msgpack.Encoder().encode
 decode_batch = msgspec.msgpack.Decoder(Batch).decode
 
@@ -98,12 +102,12 @@ def readable(raw: Iterable[trace.Event]) -> list[AnyEvent]:
             if type(message) not in _NOT_SHOWN:
                 name, context, message_id = describe(message)
                 text = what if isinstance(what, str) else what()
-                events.append(Call(*head, text, name, context, message_id, size, tensors, ok, in_person))
+                events.append(_call(*head, text, name, context, message_id, size, tensors, ok, in_person))
         elif kind == "serve":
             *head, message, size, tensors, ok = fields
             if type(message) not in _NOT_SHOWN:
                 name, context, _ = describe(message)
-                events.append(Served(*head, name, context, size, tensors, ok))
+                events.append(_served(*head, name, context, size, tensors, ok))
         elif kind == "span":
             fields[-1] = _plain(fields[-1])
             events.append(Span(*fields))
@@ -114,14 +118,14 @@ def readable(raw: Iterable[trace.Event]) -> list[AnyEvent]:
 
 
 def describe(message: Any) -> tuple[str, int, int]:
-    """The name of a message, the context it belongs to and the id of its Send or Recv; 0 for none."""
+    """The name of a message, the context it belongs to and the id of its Send or Recv; -1 for none."""
     if type(message) is RpcWithProfiling:
         message = message.call
     if type(message) is RpcWithAutograd:
         return type(message.call).__name__, message.metadata.context_id, message.metadata.message_id
     if type(message) is PropagateGradients:
         return "PropagateGradients", message.metadata.context_id, message.metadata.message_id
-    return type(message).__name__, int(getattr(message, "context_id", 0)), 0
+    return type(message).__name__, int(getattr(message, "context_id", -1)), -1
 
 
 def _plain(details: dict[str, Any]) -> dict[str, Any]:

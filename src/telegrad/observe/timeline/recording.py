@@ -73,11 +73,16 @@ class Recording:
         observation_of(agent).unwatch(self._watcher)
         ask_all(agent, self._others(), "stop", self._watcher.encode())
 
+    def collected(self, worker: str) -> int:
+        """How many events of a worker are here already, and cannot be lost with it."""
+        return sum(len(c.events) for c in self._found.values() if c.member.name == worker)
+
     def write(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Write what was collected; returns it as well."""
         tracks = [
-            Track(int(c.member.worker_id), c.member.incarnation, c.member.name, c.member.pid, c.events, c.threads)
-            ._replace(pings=c.pings, lost=c.lost)
+            Track(
+                int(c.member.worker_id), c.member.incarnation, c.member.name, c.member.pid, c.events, c.threads
+            )._replace(pings=c.pings, lost=c.lost)
             for c in sorted(self._found.values(), key=lambda c: c.member.worker_id)
         ]
         timeline = build(tracks, self._agent.member.incarnation)

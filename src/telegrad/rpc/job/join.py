@@ -30,7 +30,7 @@ _GRACE_SECONDS = 0.5
 
 # The layers above, each with an `install(agent)` that puts its handlers and hooks on an agent. By name: this layer
 # imports none of them.
-_LAYERS = ("telegrad.rref", "telegrad.engine")
+_LAYERS = ("telegrad.rref", "telegrad.engine", "telegrad.observe")
 
 
 class _NameClash(RendezvousError):

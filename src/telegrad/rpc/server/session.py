@@ -30,6 +30,7 @@ from telegrad.wire.messages import (
     CleanupAutogradContext,
     DebugWaits,
     Goodbye,
+    Observe,
     Ping,
     PythonCall,
     PythonRemoteCall,
@@ -51,7 +52,7 @@ _LOOK_SECONDS = 0.001
 UNHURRIED = {CleanupAutogradContext}
 _MOST_UNHURRIED = 16
 
-NO_WORK = (Barrier, Ping, DebugWaits)  # requests of Telegrad's own, which a shutdown does not wait for
+NO_WORK = (Barrier, Ping, DebugWaits, Observe)  # requests of Telegrad's own, which a shutdown does not wait for
 
 
 class Definition:
