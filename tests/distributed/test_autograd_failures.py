@@ -115,7 +115,7 @@ def end_context(context_id: int) -> None:
 
 def held() -> dict[str, Any]:
     """What passes hold on a worker: those that run, and Recvs that are lent to one."""
-    service: Service = require_agent().extensions[Service]
+    service: Service = require_agent().layer(Service)
     lent = [recv for context in registry().contexts() for recv in context.recvs.values() if recv.deliver is not None]
     return {"running": [repr(p) for p in service.passes() if not p.finished], "lent": [repr(recv) for recv in lent]}
 
