@@ -24,6 +24,10 @@ LONG_EXAMPLES = 40 * CI_EXAMPLES
 LONG_TIMEOUT = 2 * 60 * 60.0
 GRACE = 15.0  # for the failed test's fixtures to clean up before the watchdog ends the run
 
+# Before torch is loaded, here and in every program a test starts: dozens of processes share the cores, and OpenMP's
+# threads of each would spin on those of the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # No deadline per example: the suite's timeout holds, and a shared machine makes single examples slow at random.
 _common = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", _common, max_examples=CI_EXAMPLES, derandomize=True, database=None)

@@ -92,6 +92,23 @@ def _cores() -> Finding:
     return Finding("cores", saw)
 
 
+def _arithmetic() -> Finding:
+    """What several workers here would use for arithmetic: see `telegrad.rpc.threads.cores`."""
+    from telegrad.rpc.threads.cores import COUNTS, WAITING, usable_cores, variables_for
+
+    chosen = [f"{name}={os.environ[name]}" for name in (*COUNTS, *WAITING) if name in os.environ]
+    four = variables_for(4, os.environ)
+    ours = [f"{name}={value}" for name, value in four.items()]
+    saw = f"{', '.join(chosen) or 'nothing set'}; of 4 workers here each would get {', '.join(ours) or 'just that'}"
+    if usable_cores() > 2 and not any(name in os.environ for name in WAITING):
+        advice = (
+            "`telegrad run` and `local_cluster` set that by themselves; with another launcher, export "
+            "OMP_WAIT_POLICY=PASSIVE, or OpenMP's threads of each worker spin on the cores of the others"
+        )
+        return Finding("threads for arithmetic", saw, advice)
+    return Finding("threads for arithmetic", saw)
+
+
 def _unix_sockets() -> Finding:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return Finding("Unix sockets", f"round trip {_round_trip(ours, theirs):.0f} us")
@@ -223,6 +240,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
     _torch,
     _cores,
+    _arithmetic,
     _unix_sockets,
     _loopback_tcp,
     _thread_hand_over,

@@ -25,6 +25,7 @@ from telegrad.errors import AlreadyInitialized, RendezvousError
 from telegrad.launch.processes import Supervised, describe_status, end
 from telegrad.launch.worker import BOOT, READY, Orders, send_orders
 from telegrad.rpc.current import current_agent
+from telegrad.rpc.threads.cores import variables_for
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 
@@ -58,7 +59,7 @@ class Cluster:
         process.kill_group()
         process.wait()
 
-    def start(self, options: rpc.RpcBackendOptions, threads: int) -> None:
+    def start(self, options: rpc.RpcBackendOptions) -> None:
         """Start the other workers, all at once, and return when each is about to join."""
         for rank, name in enumerate(self.names[1:], start=1):
             ours, theirs = socket.socketpair()
@@ -68,7 +69,7 @@ class Cluster:
                 self._processes[name] = Supervised(
                     name, command, self._env, pass_fds=[theirs.fileno()], show=self._show_output
                 )
-            orders = Orders(name, rank, len(self.names), options, threads)
+            orders = Orders(name, rank, len(self.names), options)
             with contextlib.suppress(BrokenPipeError):  # it ended at once, which the next step reports
                 send_orders(ours, orders)
         self._await_ready(options.rendezvous_timeout)
@@ -142,7 +143,8 @@ def local_cluster(
         workers: how many there are, this process included.
         names: what they are called, this process first; by default worker0, worker1, and so on.
         options: for all of them; where they meet and their secret are set here.
-        threads: torch's threads in each started worker; by default the cores are divided among all workers.
+        threads: torch's threads in each started worker; by default the cores are divided among all workers, unless
+            OMP_NUM_THREADS says otherwise.
         env: environment variables for the started workers, beside those of this process.
         show_output: whether what the workers print is shown.
         shutdown_timeout: seconds that calls under way at the end of the block may still take, before ShutdownError.
@@ -152,15 +154,16 @@ def local_cluster(
         raise ValueError(f"a cluster needs at least one worker, and a name of its own for each; got {names}")
     if current_agent() is not None:
         raise AlreadyInitialized("this process is already a worker: call rpc.shutdown() before local_cluster()")
-    threads = max(1, (os.cpu_count() or 1) // len(names)) if threads is None else threads
-    environment = {**os.environ, **(env or {}), "TELEGRAD_BOOT_PATH": json.dumps([p or os.getcwd() for p in sys.path])}
+    environment = {**os.environ, **(env or {})}
+    environment |= variables_for(len(names), environment, threads)
+    environment["TELEGRAD_BOOT_PATH"] = json.dumps([p or os.getcwd() for p in sys.path])
     with tempfile.TemporaryDirectory(prefix="telegrad-") as directory:
         options = rpc.RpcBackendOptions() if options is None else copy.copy(options)
         options.init_method = Path(directory, "meeting").as_uri()
         options.secret = secrets.token_hex(32)
         cluster = Cluster(names, show_output, environment)
         try:
-            cluster.start(options, threads)
+            cluster.start(options)
             rpc.init_rpc(names[0], rank=0, world_size=len(names), rpc_backend_options=options)
             yield cluster
             if current_agent() is not None:  # the block may have called rpc.shutdown() itself

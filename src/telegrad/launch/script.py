@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from telegrad.launch.processes import Supervised, describe_status, end, say
+from telegrad.rpc.threads.cores import variables_for
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -64,7 +65,6 @@ def _await_end(processes: Sequence[Supervised], ended: "queue.SimpleQueue[Superv
 
 
 def _shared_variables(workers: int, port: int) -> dict[str, str]:
-    threads = str(max(1, (os.cpu_count() or 1) // workers))
     ours = {
         "WORLD_SIZE": str(workers),
         "LOCAL_WORLD_SIZE": str(workers),
@@ -75,7 +75,7 @@ def _shared_variables(workers: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    return {"OMP_NUM_THREADS": threads, **os.environ, **ours}
+    return {**os.environ, **variables_for(workers, os.environ), **ours}
 
 
 def _own_variables(rank: int, name: str) -> Mapping[str, str]:

@@ -13,8 +13,6 @@ import sys
 import threading
 from typing import NamedTuple
 
-import torch
-
 from telegrad import rpc
 
 READY = b"!"
@@ -35,7 +33,6 @@ class Orders(NamedTuple):
     rank: int
     world_size: int
     options: rpc.RpcBackendOptions
-    threads: int
 
 
 def send_orders(line: socket.socket, orders: Orders) -> None:
@@ -57,7 +54,6 @@ def main(fd: int) -> None:
     line = socket.socket(fileno=fd)
     orders = _receive_orders(line)
     threading.Thread(target=_end_with_owner, args=(line,), name="end with owner", daemon=True).start()
-    torch.set_num_threads(orders.threads)
     for layer in _LAYERS:
         importlib.import_module(layer)
     line.sendall(READY)

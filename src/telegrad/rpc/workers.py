@@ -153,6 +153,10 @@ class Directory:
         with self._lock:
             return [self._by_id[i] for i in sorted(self._by_id)]
 
+    def workers_here(self, mine: Member) -> int:
+        """How many processes on the host of `mine` are workers of this job, that one included."""
+        return len({member.pid for member in self.members() if member.host == mine.host} | {mine.pid})
+
     def unknown(self, who: object) -> UnknownWorker:
         """The error for a worker that is not there."""
         known = ", ".join(f"{m.name} ({m.worker_id})" for m in self.members())

@@ -16,6 +16,7 @@ from telegrad.rpc.current import current_agent, require_agent, set_current_agent
 from telegrad.rpc.job.barrier import ask_who_is_missing, barrier
 from telegrad.rpc.job.join import Membership, leave, let_go_of_place, start
 from telegrad.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
+from telegrad.rpc.threads.cores import return_share, take_share
 from telegrad.rpc.workers import check_name
 
 _LOOK_SECONDS = 0.001
@@ -57,7 +58,9 @@ def start_worker(name: str, rank: int, world_size: int | None, options: RpcBacke
     with _lock:
         if current_agent() is not None:
             raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
-        return start(name, rank, world_size, options, store)
+        agent = start(name, rank, world_size, options, store)
+    take_share(agent.directory.workers_here(agent.member))
+    return agent
 
 
 def _from_environment(init_method: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
@@ -86,6 +89,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         leave(agent)
         let_go_of_place(agent)
         agent.close()
+        return_share()
 
 
 def wait_for_all(agent: Agent, timeout: float, leaving: bool = True, prepare: bool = True) -> None:
