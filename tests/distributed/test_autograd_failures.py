@@ -161,7 +161,7 @@ def test_the_original_error_arrives(trio: Cluster, via_another: bool) -> None:
             autograd.backward(context_id, [y.sum()], timeout=10)
         assert caught.value.code == 42
         story = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-        assert "name=worker2" in story
+        assert "On worker 'worker2'" in story
         assert "in backward" in story
         await_released()
         # The context is as it was: another pass can run over what does not break, and it can end.

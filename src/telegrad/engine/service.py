@@ -28,6 +28,7 @@ from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.layer import Layer
+from telegrad.rpc.remote_errors import with_notes
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
@@ -202,7 +203,7 @@ class Service(Layer):
     def abort_message(self, pass_: Pass, error: BaseException) -> AbortPass:
         """What others are told of a pass that failed here."""
         dead, incarnation = (error.worker, error.incarnation) if isinstance(error, WorkerDied) else ("", 0)
-        text = str(error)[:_MOST_TEXT]
+        text = with_notes(error)[:_MOST_TEXT]
         return AbortPass(pass_.context.context_id, pass_.pass_id, self.agent.info.name, text, dead, incarnation)
 
     def _member(self, worker: WorkerId) -> Member:

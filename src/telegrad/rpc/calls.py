@@ -13,6 +13,7 @@ from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import OnReply
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.packing import take_back
+from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.server.run_call import pack_call, remember_function
 from telegrad.rpc.workers import Member, WorkerInfo
 from telegrad.wire.codec import Packed
@@ -195,6 +196,9 @@ def rpc_sync(
                 raise
             retries -= 1
             agent.peers.wait_for_return(member, timeout if timeout > 0 else agent.rpc_timeout)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
 
 @overload
