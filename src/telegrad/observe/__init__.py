@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.observe.service import Observation
 from telegrad.rpc.agent import Agent
-from telegrad.wire.messages import Observe
 
 if TYPE_CHECKING:
     from telegrad.observe.timeline.recording import record
@@ -31,8 +30,4 @@ def __getattr__(name: str) -> Any:
 
 def install(agent: Agent) -> None:
     """Let an agent answer questions about itself."""
-    observation = Observation(agent)
-    agent.extensions[Observation] = observation
-    agent.handlers[Observe] = observation.serve
-    agent.on_death.append(observation.died)
-    agent.on_close.append(observation.close)
+    agent.install(Observation(agent))

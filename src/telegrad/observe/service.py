@@ -12,7 +12,7 @@ Several may watch at once: recording is on while anybody wants it, and events ar
 import importlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from telegrad.errors import ProtocolError
 from telegrad.observe.metrics import Metrics
 from telegrad.observe.timeline.events import AnyEvent, Batch, encode, readable, thread_names
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.messages import Observe, Observed
@@ -33,7 +34,7 @@ _DRAIN_SECONDS = 0.5
 _RECENT = 50
 
 
-class Observation:
+class Observation(Layer):
     """One agent, watched."""
 
     def __init__(self, agent: Agent) -> None:
@@ -113,7 +114,7 @@ class Observation:
         if trace.recorder is not None:
             trace.recorder.mark(text, kind)
 
-    def died(self, member: Member) -> None:
+    def on_death(self, member: Member) -> None:
         """Another worker is gone."""
         self.note("death", f"{member.name} is gone")
 
@@ -133,13 +134,16 @@ class Observation:
             raise ProtocolError(f"worker {self.agent.info.name!r} knows nothing of {what!r}")
         return encode(answers[what]())
 
-    def serve(self, request: Request) -> None:
-        """The handler of `Observe`."""
+    def messages(self) -> Mapping[type[Any], Served]:
+        """Questions of those who watch."""
+        return {Observe: Served(self._serve, counts_as_work=False)}
+
+    def _serve(self, request: Request) -> None:
         message = request.message
         assert type(message) is Observe
         self.agent.reply(request, Observed(self.answer(message.what, message.data)))
 
-    def close(self) -> None:
+    def on_close(self) -> None:
         """The agent ends."""
         for watcher in list(self._watchers):
             self.unwatch(watcher)
@@ -152,8 +156,7 @@ def _load(name: str) -> Any:
 
 def observation_of(agent: Agent) -> Observation:
     """What is watched of an agent."""
-    observation: Observation = agent.extensions[Observation]
-    return observation
+    return agent.layer(Observation)
 
 
 def clock(data: bytes) -> float:
