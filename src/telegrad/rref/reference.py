@@ -13,6 +13,7 @@ from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
 from telegrad.rref.handles import Handle, OwnerHandle, create, hold
+from telegrad.rref.peers import short_id
 from telegrad.rref.references import references_of
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class RRef(Generic[T]):
     """
 
     _handle: Handle
+    _shown_as_in_torch = False  # set by the stand-in, whose programs may read the text
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
@@ -42,7 +44,11 @@ class RRef(Generic[T]):
         return made
 
     def __repr__(self) -> str:
-        return repr(self._handle)
+        handle = self._handle
+        if RRef._shown_as_in_torch:
+            return repr(handle)
+        kind = handle.kind()
+        return f"<RRef {short_id(handle.rref_id)} of {handle.owner.name!r}{': ' if kind else ''}{kind}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Calls do not come here: see travel.py.
