@@ -29,6 +29,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__  # what users use, and not the modules behind it
+
+
 class context:  # noqa: N801 - the name torch's users write
     """`with context() as context_id:` records the calls made inside, for `backward(context_id, ...)`.
 

@@ -47,6 +47,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__  # what users use, and not the modules behind it
+
+
 def is_available() -> bool:
     """Whether calls can be made on this platform; always true where Telegrad can be imported."""
     return True
