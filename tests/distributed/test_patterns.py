@@ -1,9 +1,12 @@
 """Calls to many workers, many calls in one message, and streams: against what one process would do."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,3 +279,27 @@ def test_gradients_through_a_stream(trio: Cluster) -> None:
         total = torch.stack(list(rpc.stream("worker1", tensors, (x,)))).sum()
         autograd.backward(context_id, [total])
         assert autograd.get_gradients(context_id)[x].tolist() == [12.0, 18.0]
+
+
+# --- a job as a block ---
+
+
+def test_init_rpc_as_a_context_manager(tmp_path: Path) -> None:
+    program = f"""
+from telegrad import rpc
+options = rpc.RpcBackendOptions(init_method={(tmp_path / "store").as_uri()!r})
+with rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options) as me:
+    assert rpc.rpc_sync(me, pow, (2, 3)) == 8
+try:
+    with rpc.init_rpc("again", rpc_backend_options=options) as me:
+        raise KeyError(me.name)
+except KeyError as error:
+    assert error.args == ("again",)
+with rpc.init_rpc("third", rpc_backend_options=options):
+    rpc.shutdown()
+try:
+    rpc.get_worker_info()
+except RuntimeError as error:
+    assert "has not been initialized" in str(error)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
