@@ -12,7 +12,7 @@ from torch import Tensor
 from telegrad import autograd, rpc
 from telegrad.autograd.registry import registry, within
 from telegrad.engine.service import Service
-from telegrad.errors import AutogradError, RpcTimeout
+from telegrad.errors import AutogradError, RpcTimeout, SerializationError
 from telegrad.rpc.current import require_agent
 from tests.cluster import Cluster, cluster
 from tests.oracle.interpreter import await_empty
@@ -92,6 +92,10 @@ def open_gate() -> None:
     gate.set()
 
 
+def clear_reached() -> None:
+    reached.clear()
+
+
 def await_reached() -> bool:
     return reached.wait(20)
 
@@ -114,10 +118,12 @@ def end_context(context_id: int) -> None:
 
 
 def held() -> dict[str, Any]:
-    """What passes hold on a worker: those that run, and Recvs that are lent to one."""
+    """What passes hold on a worker: those that run, and the graph of one that does not."""
     service: Service = require_agent().extensions[Service]
-    lent = [recv for context in registry().contexts() for recv in context.recvs.values() if recv.deliver is not None]
-    return {"running": [repr(p) for p in service.passes() if not p.finished], "lent": [repr(recv) for recv in lent]}
+    return {
+        "running": [repr(p) for p in service.passes() if not p.finished],
+        "holding": [repr(p) for p in service.passes() if p.finished and p._local is not None],
+    }
 
 
 def await_released(workers: int = 3) -> None:
@@ -257,6 +263,36 @@ def test_a_failed_call_leaves_the_context_usable(trio: Cluster) -> None:
             rpc.rpc_sync("worker1", fails_after_use, (x * 2,))
         autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=10)
         assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
+
+
+def unsendable(x: Tensor) -> Tensor:
+    return (x * 3).to_mkldnn()
+
+
+def test_a_result_that_cannot_be_sent_leaves_nothing_to_wait_for(trio: Cluster) -> None:
+    x = leaf()
+    with autograd.context() as context_id:
+        with pytest.raises(SerializationError, match=r"layout is torch\._mkldnn"):
+            rpc.rpc_sync("worker1", unsendable, (x,))
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=10)
+        assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
+
+
+def test_a_pass_given_up_in_a_hook_delivers_nothing_into_the_next(trio: Cluster) -> None:
+    """Both are in the engine of one worker at once. Whichever comes to the Recv first, each has its own gradients."""
+    x = leaf()
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", waits, (x,))
+        with pytest.raises(RpcTimeout):
+            autograd.backward(context_id, [(y * 7).sum()], retain_graph=True, timeout=0.2)
+        outside("worker1", clear_reached)
+        second = autograd.backward_async(context_id, [(y * 3).sum()], retain_graph=True, timeout=20)
+        assert outside("worker1", await_reached)
+        outside("worker1", open_gate)
+        second.wait()
+        assert autograd.get_gradients(context_id)[x].tolist() == [6.0, 6.0]
+        await_released()
+    await_empty(3)
 
 
 def test_a_function_that_does_not_exist_there(trio: Cluster) -> None:

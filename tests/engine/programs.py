@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from telegrad.autograd.functions import Gradients, RecvNode, attach_recv
+from telegrad.autograd.functions import Gradients, RecvNode, attach_recv, running_in, taker
 from telegrad.engine.local_pass import LocalPass
 from telegrad.ids import MessageId, WorkerId
 
@@ -175,8 +175,11 @@ Outcome = tuple[list[Any], dict[int, Any], list[tuple[str, Any]]]
 def in_one_call(program: Program, built: Built, retain_graph: bool = False) -> Outcome:
     """The oracle: gradients of the leaves, what left at each Recv, and the hooks' log, sorted."""
     left: dict[int, Any] = dict.fromkeys(range(len(built.recvs)))
-    for number, recv in enumerate(built.recvs):
-        recv.deliver = lambda gradients, number=number: left.update({number: [values(g) for g in gradients]})
+    numbers = {recv.node: number for number, recv in enumerate(built.recvs)}
+
+    def take(node: Any, gradients: Gradients) -> None:
+        left[numbers[node]] = [values(g) for g in gradients]
+
     roots = [
         (get_gradient_edge(built.tensors[tensor]), gradient)
         for send, tensors in enumerate(program.sends)
@@ -184,9 +187,8 @@ def in_one_call(program: Program, built: Built, retain_graph: bool = False) -> O
         if gradient is not None
     ]
     if roots:
-        torch.autograd.backward([edge for edge, _ in roots], [g for _, g in roots], retain_graph=retain_graph)
-    for recv in built.recvs:
-        recv.deliver = None
+        with running_in(take):
+            torch.autograd.backward([edge for edge, _ in roots], [g for _, g in roots], retain_graph=retain_graph)
     grads = [values(leaf.grad) for leaf in built.leaves]
     for leaf in built.leaves:
         leaf.grad = None
@@ -215,7 +217,7 @@ def in_local_pass(program: Program, built: Built, retain_graph: bool = False) ->
     assert pass_.done
     assert pass_.waiting_for == ()
     assert all(leaf.grad is None for leaf in built.leaves)
-    assert all(recv.deliver is None for recv in built.recvs)
+    assert taker() is None
     grads = [values(pass_.gradients.get(leaf)) for leaf in built.leaves]
     return grads, dict(sorted(left.items())), sorted_log(built)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from telegrad.autograd.functions import Gradients, RecvNode, attach_recv
+from telegrad.autograd.functions import Gradients, RecvNode, attach_recv, taker
 from telegrad.engine.local_pass import LocalPass
 from telegrad.errors import AutogradError, GradientMismatch
 from telegrad.ids import MessageId, WorkerId
@@ -463,7 +463,7 @@ def test_an_error_in_a_hook_is_raised_and_ends_the_pass() -> None:
     with pytest.raises(ArithmeticError, match="the hook's own"):
         pass_.run()
     assert x.grad is before
-    assert recv.deliver is None
+    assert taker() is None
     assert not pass_.done
     assert pass_.gradients == {}
     pass_.run()
@@ -495,11 +495,52 @@ def test_a_pass_given_up_late_does_not_disturb_the_next_one() -> None:
     assert torch.equal(told.of["in"][0], torch.full((2,), 2.0))  # type: ignore[index]
 
 
+@pytest.mark.parametrize("begins", ["before", "after"])
+def test_a_pass_given_up_inside_the_engine_delivers_nothing_into_the_next(begins: str) -> None:
+    """Both are in the engine at once, over one retained graph; each knows its own Recvs' gradients."""
+    tensor, recv = received()
+    out = tensor * 2
+    first, told_first = local_pass({"out": out}, {"in": recv}, retain_graph=True)
+    second, told_second = local_pass({"out": out}, {"in": recv}, retain_graph=True)
+    entered: list[None] = []
+
+    def succeed(_: Tensor) -> None:
+        if not entered:
+            entered.append(None)
+            first.abort()
+            if begins == "after":
+                second.start()
+            second.hear("out", [torch.full((2,), 10.0)])
+            in_thread(second.run)
+
+    out.register_hook(succeed)
+    first.start()
+    if begins == "before":
+        second.start()
+    first.hear("out", [torch.ones(2)])
+    first.run()
+    assert told_first.of == {}
+    assert torch.equal(told_second.of["in"][0], torch.full((2,), 20.0))  # type: ignore[index]
+
+
+def test_a_backward_of_a_hook_through_what_came_later_is_refused_by_its_name() -> None:
+    tensor, recv = received()
+    later, _ = received()
+    out = tensor * 2
+    total = later.sum()
+    out.register_hook(lambda _: total.backward())
+    pass_, _ = local_pass({"out": out}, {"in": recv})
+    pass_.start()
+    pass_.hear("out", [torch.ones(2)])
+    with pytest.raises(AutogradError, match="after the backward pass that is running had begun, or in another context"):
+        pass_.run()
+
+
 def test_a_pass_given_up_while_it_starts_holds_nothing() -> None:
     _, recv = received()
     pass_ = LocalPass[str]({}, {"in": recv}, retain_graph=False, deliver=lambda *_: pass_.abort())
     pass_.start()
-    assert recv.deliver is None
+    assert pass_.size == 0
     pass_.run()
     assert not pass_.done
 
@@ -513,7 +554,6 @@ def test_nothing_is_delivered_after_an_abort_from_another_thread() -> None:
     pass_.hear("out", [torch.ones(2)])
     pass_.run()
     assert told.of == {}
-    assert recv.deliver is None
 
 
 class Mark:

@@ -270,7 +270,7 @@ class World:
         """The pass, from the worker that starts it; the error it ends with."""
         self.roll = Roll(self.root.service, 600.0)
         # Whoever waits for a wake-up lets the world take one step, and looks again.
-        self.roll._news = SimpleNamespace(ring=lambda: None, wait=lambda _: self.step())  # type: ignore[assignment]
+        self.roll._news = SimpleNamespace(set=lambda: None, wait=lambda _: self.step())  # type: ignore[assignment]
         self.position = "the pass"
         try:
             entries: list[Any] = [(get_gradient_edge(root), torch.ones_like(root))]

@@ -4,7 +4,10 @@ A `SendNode` remembers where the gradients of the tensors that left must enter t
 autograd node behind all the tensors that arrived in one message; when the engine runs it, their gradients leave at
 once, while the rest of the graph still runs. Sender and receiver name the pair by one message id.
 
-Neither owns the context or the pass: a pass lends a Recv its way out (`deliver`) and takes it back at its end.
+Neither owns the context or the pass. Where the gradients of a Recv go is known by the engine call that runs it, not by
+the Recv: two calls may be in one graph at the same time, one of a pass that was given up and one of its successor.
+`running_in` notes it in torch's own thread state, which the engine carries to whatever threads it uses, and to calls
+that a hook makes within.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,43 +111,45 @@ class _Drop(torch.autograd.Function):
         return None, None
 
 
-class _Outlet:
-    """The way out of a Recv. Shared by the autograd node and its `RecvNode`, so that those two form no cycle."""
+# Takes the gradients of a Recv, known by its autograd node: one gradient or None for each tensor.
+Taker: TypeAlias = Callable[[Node, Gradients], None]
 
-    __slots__ = ("deliver", "message_id", "peer")
+_TAKER = "telegrad.taker"
+_has_state, _get_state, _set_state = torch._C._is_key_in_tls, torch._C._get_obj_in_tls, torch._C._stash_obj_in_tls
 
-    def __init__(self, message_id: MessageId, peer: WorkerId) -> None:
-        self.message_id = message_id
-        self.peer = peer
-        self.deliver: Callable[[Gradients], None] | None = None
+
+def taker() -> Taker | None:
+    """Who takes the gradients of Recvs in the engine call that this code runs in; None outside of any pass."""
+    found: Taker | None = _get_state(_TAKER) if _has_state(_TAKER) else None
+    return found
+
+
+class running_in:  # noqa: N801 - used like a function; a class, because it is on the path of every pass
+    """`with running_in(taker):` gives the Recvs that an engine call within reaches to `taker`."""
+
+    __slots__ = ("_before", "_taker")
+
+    def __init__(self, taker: Taker | None) -> None:
+        self._taker = taker
+
+    def __enter__(self) -> None:
+        self._before = _get_state(_TAKER) if _has_state(_TAKER) else None
+        _set_state(_TAKER, self._taker)
+
+    def __exit__(self, *_: object) -> None:
+        _set_state(_TAKER, self._before)
 
 
 class RecvNode:
     """The end of a worker's graph at one received message; the gradients that reach it belong to the sender."""
 
-    __slots__ = ("__weakref__", "_outlet", "metas", "node")
+    __slots__ = ("__weakref__", "message_id", "metas", "node", "peer")
 
-    def __init__(self, outlet: _Outlet, node: Node, metas: tuple[TensorMeta, ...]) -> None:
-        self._outlet = outlet
+    def __init__(self, message_id: MessageId, peer: WorkerId, node: Node, metas: tuple[TensorMeta, ...]) -> None:
+        self.message_id = message_id
+        self.peer = peer
         self.node = node
         self.metas = metas
-
-    @property
-    def message_id(self) -> MessageId:
-        return self._outlet.message_id
-
-    @property
-    def peer(self) -> WorkerId:
-        return self._outlet.peer
-
-    @property
-    def deliver(self) -> Callable[[Gradients], None] | None:
-        """Where the running pass takes the gradients, one or None for each tensor; None while no pass runs."""
-        return self._outlet.deliver
-
-    @deliver.setter
-    def deliver(self, deliver: Callable[[Gradients], None] | None) -> None:
-        self._outlet.deliver = deliver
 
     def name(self) -> str:
         """What torch calls such a node; the autograd node itself has the same name."""
@@ -168,17 +173,18 @@ def attach_recv(
     may be part of a graph yet. The tensors returned may be changed in place.
     """
     metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
-    outlet = _Outlet(message_id, peer)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        attached = _apply_recv(_anchor, outlet, tensors)
+        attached = _apply_recv(_anchor, message_id, peer, tensors)
     else:
         with torch.inference_mode(False), torch.enable_grad():
-            attached = _apply_recv(_anchor, outlet, tensors)
-    return attached, RecvNode(outlet, attached[0].grad_fn, metas)
+            attached = _apply_recv(_anchor, message_id, peer, tensors)
+    return attached, RecvNode(message_id, peer, attached[0].grad_fn, metas)
 
 
-def _forward(ctx: Any, anchor: Tensor, outlet: _Outlet, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    ctx.outlet = outlet
+def _forward(
+    ctx: Any, anchor: Tensor, message_id: MessageId, peer: WorkerId, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    ctx.message_id, ctx.peer = message_id, peer
     ctx.set_materialize_grads(False)  # a tensor without a gradient costs no zeros, here or on the wire
     # The tensors come inside a sequence, so to torch they are fresh outputs: given as inputs they would become views of
     # themselves, and torch forbids changing in place one of several views that a Function returns. `detach` shares the
@@ -186,15 +192,15 @@ def _forward(ctx: Any, anchor: Tensor, outlet: _Outlet, tensors: Sequence[Tensor
     return tuple([tensor.detach() if tensor._is_view() else tensor for tensor in tensors])
 
 
-def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-    outlet: _Outlet = ctx.outlet
-    if outlet.deliver is None:
+def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
+    take: Taker | None = _get_state(_TAKER) if _has_state(_TAKER) else None
+    if take is None:
         raise AutogradError(
-            f"gradients reached tensors received from worker {outlet.peer} (message {outlet.message_id}), but no "
+            f"gradients reached tensors received from worker {ctx.peer} (message {ctx.message_id}), but no "
             "backward pass of their context is running; call telegrad.autograd.backward(context_id, roots) within it"
         )
-    outlet.deliver(gradients)
-    return None, None, None
+    take(ctx, gradients)
+    return None, None, None, None
 
 
 # A name that torch's own tools and tests look for; a class statement could not spell it.

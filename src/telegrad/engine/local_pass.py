@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from telegrad.autograd.functions import ANCHOR, Gradients, RecvNode
+from telegrad.autograd.functions import ANCHOR, Gradients, RecvNode, running_in, taker
 from telegrad.engine.cut import cut_before, empty_queue
 from telegrad.engine.leaves import LeafSums, claimed, grads_aside, hooks_held, may_share, shared_held, variable_of
 from telegrad.engine.regions import Batch, Edges, Plan, Way
@@ -75,7 +75,6 @@ class LocalPass(Generic[K]):
         self._running = False
         self._over = False
         # The runner's:
-        self._lent: list[tuple[RecvNode, Callable[[Gradients], None]]] = []
         self._graph: dict[Node, Edges[Node]] = {}
         self._leaves: dict[Node, Tensor] = {}
         self._sums = LeafSums()
@@ -108,9 +107,6 @@ class LocalPass(Generic[K]):
         ends = [node for node, edges in graph.items() if not edges and node is not ANCHOR.node]
         self._leaves = {node: leaf for node in ends if (leaf := variable_of(node)) is not None}
         plan = Plan(graph, entries, self._untold)
-        for recv in self._recvs.values():
-            recv.deliver = lent = partial(self._tell, recv.node)
-            self._lent.append((recv, lent))
         self._tell_none([node for node in self._untold if node not in graph])
         with self._lock:
             for key, bit in self._bits.items():
@@ -195,19 +191,29 @@ class LocalPass(Generic[K]):
             return batch, entering
 
     def _tell(self, node: Node, gradients: Gradients | None) -> None:
-        """A Recv has its gradients: called by the Recv from inside the engine, on whichever thread that is."""
+        """A Recv has its gradients: called by the Recv from inside the engine, on whichever thread that is. The engine
+        call of a pass that was given up comes here, too, and what it found is dropped."""
         with self._lock:
             key = self._untold.pop(node, None)
             if self._over:
                 return
         if key is None:
-            raise AutogradError(
-                "gradients reached one Recv twice in a backward pass; a hook or a custom backward must not run a "
-                "backward of its own through received tensors"
-            )
+            raise self._unexpected(node)
         if gradients is not None and all(gradient is None for gradient in gradients):
             gradients = None
         self._deliver(key[0], gradients)
+
+    def _unexpected(self, node: Any) -> AutogradError:
+        what = f"gradients reached tensors received from worker {node.peer} (message {node.message_id})"
+        if any(recv.node is node for recv in self._recvs.values()):
+            return AutogradError(
+                f"{what} twice in a backward pass; a hook or a custom backward must not run a backward of its own "
+                "through received tensors"
+            )
+        return AutogradError(
+            f"{what} after the backward pass that is running had begun, or in another context: a hook or a custom "
+            "backward made the call, and a backward through it is no part of this pass. Open a context around both"
+        )
 
     def _tell_none(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -215,11 +221,7 @@ class LocalPass(Generic[K]):
                 self._tell(node, None)
 
     def _release(self) -> None:
-        """Let go of the graph, and take back what was lent to the Recvs, unless a later pass has lent its own."""
-        for recv, lent in self._lent:
-            if recv.deliver is lent:
-                recv.deliver = None
-        self._lent = []
+        """Let go of the graph."""
         self._plan = None
         self._recvs, self._sends = {}, {}
         self._graph, self._leaves = {}, {}
@@ -293,6 +295,8 @@ class LocalPass(Generic[K]):
 
     def _collect(self, node: Node, inside: set[Node | None], leaving: Gradients, _: object) -> None:
         """The post-hook of a node that leads out of a cut batch: keep what the engine will not take there."""
+        if taker() != self._tell:
+            return  # another engine call over the same graph: of another pass, or a user's own
         for (child, position), gradient in zip(self._graph[node], leaving, strict=True):
             if child is None or child in inside:
                 continue
@@ -321,8 +325,9 @@ class LocalPass(Generic[K]):
         if all(gradient is not None for _, gradient in roots):
             edges = tuple([edge for edge, _ in roots])
             gradients = tuple([gradient for _, gradient in roots])
-            return engine.run_backward(edges, gradients, self._retain_graph, False, wanted, True, accumulate)
-        with _entering(roots) as (some_edges, some_gradients):
+            with running_in(self._tell):
+                return engine.run_backward(edges, gradients, self._retain_graph, False, wanted, True, accumulate)
+        with _entering(roots) as (some_edges, some_gradients), running_in(self._tell):
             return engine.run_backward(
                 tuple(some_edges), tuple(some_gradients), self._retain_graph, False, wanted, True, accumulate
             )

@@ -269,13 +269,14 @@ class Agent:
         if request.frame.kind == Kind.NOTICE:
             return
         try:
-            if request.on_reply is not None:
-                message = request.on_reply(message, packed.tensors)
             tensors, memory = disassemble(packed.tensors) if packed.tensors else ((), ())
             if tensors:
                 tensors = place(self.options, self.info.name, request.caller, tensors)
-                if request.came and not isinstance(memory, bytes):
-                    memory = mark_spare(packed.tensors, memory, request.came)
+            # Once nothing can be refused any more: what a layer notes about a reply must be about one that leaves.
+            if request.on_reply is not None:
+                message = request.on_reply(message, packed.tensors)
+            if request.came and tensors and not isinstance(memory, bytes):
+                memory = mark_spare(packed.tensors, memory, request.came)
         except Exception as error:
             take_back(packed)
             self.fail(request, error)
