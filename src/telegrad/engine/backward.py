@@ -14,7 +14,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import registry, within
-from telegrad.engine.roll import Roll
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError
 from telegrad.rpc.current import require_agent
@@ -49,9 +48,9 @@ def backward(
     entries = _entries(tensors, grad_tensors)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
     service: Service = agent.extensions[Service]
-    roll = Roll(service, seconds)
-    pass_ = service.begin(context, retain_graph, entries, roll)
-    roll.wait(pass_)
+    pass_ = service.open(context, retain_graph, seconds)
+    pass_.begin(entries)
+    pass_.wait()
 
 
 def backward_async(
