@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from telegrad import trace
 from telegrad.autograd.functions import Gradients, RecvNode
 from telegrad.engine.cut import empty_queue
 from telegrad.engine.graph import Graph, Root, reached_from
@@ -155,6 +156,7 @@ class LocalPass(Generic[K]):
         try:
             while (taken := self._take()) is not None:
                 batch, roots = taken
+                since = 0.0 if trace.recorder is None else trace.now()
                 recvs = list(self._untold) if batch is _LAST else batch.recvs
                 if self._some_dead and recvs:  # a peer may be waiting to hear that nothing comes: before this runs
                     reached = reached_from(roots)
@@ -167,6 +169,8 @@ class LocalPass(Generic[K]):
                     crossing = graph.run_cut(batch.nodes, roots)
                     with self._lock:
                         self._roots += crossing
+                if since and trace.recorder is not None:
+                    trace.recorder.span(f"region ({batch.way.name.lower()})", "backward", since)
                 self._tell_none(recvs)  # those that a node gave no gradient
                 if batch is _LAST:
                     self.gradients, self.done = graph.gradients, True

@@ -26,6 +26,8 @@ from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.layer import Layer
+from telegrad.rpc.remote_errors import with_notes
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
@@ -49,7 +51,7 @@ _SMALL = 32 * 1024
 _MOST_TEXT = 2000
 
 
-class Service:
+class Service(Layer):
     """The engine of one agent."""
 
     def __init__(self, agent: Agent) -> None:
@@ -173,7 +175,7 @@ class Service:
     def abort_message(self, pass_: Pass, error: BaseException) -> AbortPass:
         """What others are told of a pass that failed here."""
         dead, incarnation = (error.worker, error.incarnation) if isinstance(error, WorkerDied) else ("", 0)
-        text = str(error)[:_MOST_TEXT]
+        text = with_notes(error)[:_MOST_TEXT]
         return AbortPass(pass_.context.context_id, pass_.pass_id, self.agent.info.name, text, dead, incarnation)
 
     def _member(self, worker: WorkerId) -> Member:

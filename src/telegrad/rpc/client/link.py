@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from telegrad import trace
 from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
@@ -229,6 +230,8 @@ class Link:
 
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
+        if trace.recorder is not None:
+            trace.recorder.answered(slot)
         said_at, threads = self.exhausted
         state = "may still be running it. Pass a longer `timeout` if that is expected"
         if said_at > slot.since:
