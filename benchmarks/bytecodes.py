@@ -1,7 +1,7 @@
 """How many bytecodes one autograd step with 2x2 tensors executes, by layer, on the worker that runs it and on its peer.
 
 A measure of the work that is left in Python, without noise: the same step gives the same count on any machine and under
-any load. All threads are counted. Waiting is not: threads sleep at once instead of looking a while first.
+any load. All threads are counted, waiting is not.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 STEPS = 40
 _WARM_UP = 30
 _DEADLINE = 120.0
+_LOOK = 0.1  # seconds: a thread that looks for its next message finds it, as it does where steps follow one another
 _TIMER = "-timer"  # the thread that wakes by the clock: how often depends on the machine
 
 Count = dict[str, float]  # bytecodes for each step, by function
@@ -64,7 +65,7 @@ def _worker(rank: int, meeting: str, answers: Any) -> None:
     from telegrad import autograd, rpc
     from telegrad.rpc.threads import spin
 
-    spin.Spinner.wait = lambda self, ready, disturbs: ready(0)  # type: ignore[method-assign]
+    spin.Spinner.wait = lambda self, ready, disturbs: ready(_LOOK)  # type: ignore[method-assign]
     rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting)
     )

@@ -92,7 +92,7 @@ class RootPass(Pass):
                 if reply.gradients:
                     self._hear_with_answer(slot.link.member, reply, agent.reply_tensors(slot))
         except RpcTimeout as error:  # of this request, or one that the worker's own pass met
-            self.fail(self._too_late() if unanswered else error)
+            self.fail(self._too_late(slot) if unanswered else error)
         except BaseException as error:
             self.fail(error)
         with self._lock:
@@ -156,8 +156,9 @@ class RootPass(Pass):
         with blocking():
             self._news.wait(min(left, _LONG))
 
-    def _too_late(self) -> RpcTimeout:
-        late = sorted({slot.link.member.name for slot in self._asked if slot.complete is not None})
+    def _too_late(self, *expired: Slot) -> RpcTimeout:
+        slots = [*expired, *[slot for slot in self._asked if slot.complete is not None]]
+        late = sorted({slot.link.member.name for slot in slots})
         return RpcTimeout(
             f"RPC ran for more than set timeout ({round(self._timeout * 1000)} ms): the backward pass is not complete. "
             f"Workers {late or 'none'} have not finished their part; this worker waits for "
