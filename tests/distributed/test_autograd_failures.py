@@ -119,10 +119,10 @@ def end_context(context_id: int) -> None:
 
 def held() -> dict[str, Any]:
     """What passes hold on a worker: those that run, and the graph of one that does not."""
-    service: Service = require_agent().extensions[Service]
+    service: Service = require_agent().layer(Service)
     return {
         "running": [repr(p) for p in service.passes() if not p.finished],
-        "holding": [repr(p) for p in service.passes() if p.finished and p._local is not None],
+        "holding": [repr(p) for p in service.passes() if p.finished and p._graph is not None],
     }
 
 
@@ -161,7 +161,7 @@ def test_the_original_error_arrives(trio: Cluster, via_another: bool) -> None:
             autograd.backward(context_id, [y.sum()], timeout=10)
         assert caught.value.code == 42
         story = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-        assert "name=worker2" in story
+        assert "On worker 'worker2'" in story
         assert "in backward" in story
         await_released()
         # The context is as it was: another pass can run over what does not break, and it can end.

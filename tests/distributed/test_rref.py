@@ -423,7 +423,7 @@ def test_a_type_that_could_not_be_told_is_asked_for_again(clean: Cluster) -> Non
 @pytest.mark.parametrize("owner", ["worker1", "worker0"])
 def test_a_creation_that_fails_is_a_value_too(clean: Cluster, owner: str) -> None:
     rref = rpc.remote(owner, fail, ("as expected",))
-    with pytest.raises(ValueError, match=rf"as expected\nOn WorkerInfo\(id={owner[-1]}, name={owner}\)"):
+    with pytest.raises(ValueError, match=rf"as expected\nOn worker '{owner}' \(id {owner[-1]}\)"):
         rref.to_here()
     with pytest.raises(ValueError, match="as expected"):
         rpc.rpc_sync("worker2", fetch, (rref,))

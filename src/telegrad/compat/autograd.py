@@ -1,6 +1,5 @@
 """Stands in for `torch.distributed.autograd`: Telegrad's contexts, and torch's private views of them."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from telegrad.autograd.registry import current, registry
 from telegrad.errors import AutogradError, ContextNotFound
 from telegrad.ids import MAX_LOCAL_ID, ContextId, make_id
 from telegrad.rpc.current import require_agent
-from telegrad.rpc.remote_errors import RemoteTraceback
+from telegrad.rpc.remote_errors import raised_on
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
@@ -44,10 +43,9 @@ def backward(context_id: int, roots: Sequence[Any], retain_graph: bool = False) 
 
 
 def _where(error: BaseException) -> int:
-    """The id of the worker on which an error was raised: it is in the traceback that came with it."""
-    remote = error.__cause__
-    found = re.match(r"On WorkerInfo\(id=(\d+)", remote.text) if isinstance(remote, RemoteTraceback) else None
-    return int(found[1]) if found else require_agent().info.id
+    """The id of the worker on which an error was raised."""
+    there = raised_on(error)
+    return require_agent().info.id if there is None else there
 
 
 class DistAutogradContext:

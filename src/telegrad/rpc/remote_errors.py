@@ -1,46 +1,115 @@
-"""An exception on its way home: what happened on another worker, raised here as its own type with both stacks visible.
+"""An exception on its way home: what was raised on another worker is raised here, as its own type.
 
-The text of the exception names the worker and carries the remote traceback. The exception itself travels too where it
-can be pickled, so that its attributes survive; where it cannot be rebuilt, `RemoteError` stands for it.
+The exception arrives as it left: its type, arguments and attributes. What happened on the workers it passed comes with
+it as a note, which Python prints below the message: one section for each worker, the innermost last, with the frames of
+the user's code. `TELEGRAD_TRACEBACK=full` on a worker shows all of its frames. Where the type cannot be rebuilt here,
+`RemoteError` stands for it.
 """
 
+import os
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from telegrad.errors import RemoteError, TelegradError
+from telegrad.errors import RemoteError
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.wire.codec import pack, unpack
 from telegrad.wire.messages import ExceptionReply
 from telegrad.wire.tensors import disassemble
 
 _MAX_TEXT = 200_000
+_MOST_FRAMES = 5  # of one worker; more are counted, not shown
+_OWN_CODE = str(Path(__file__).parents[1]) + os.sep
+# How a module is called: two frames for each module on the way, which say nothing.
+_MODULE_CODE = os.path.join("torch", "nn", "modules", "module.py")
 
 
-class RemoteTraceback(Exception):
-    """The traceback on the other worker, as the cause of the exception raised here."""
+class RemoteNote(str):
+    """The sections of the workers an exception came through. It is written anew at each hop, so it does not travel."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
+    __slots__ = ()
 
-    def __str__(self) -> str:
-        return f"\n{self.text}"
+    def __reduce__(self) -> tuple[object, ...]:
+        return RemoteNote, ("",)
+
+
+# --- leaving ---
 
 
 def describe_exception(error: BaseException, here: WorkerInfo) -> tuple[Any, ...]:
     """The content of a failure reply: message, payload, tensor table and memory."""
-    trace = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
-    text = f"On {here!r}:\n{trace}"
-    message = ExceptionReply(here.name, type(error).__qualname__, _shown(str, error), text)
+    sections = f"On worker {here.name!r} (id {here.id}):\n" + "\n".join(_section(error))
+    message = ExceptionReply(here.name, type(error).__qualname__, _shown(str, error), sections[-_MAX_TEXT:])
     try:
-        packed = pack(error)
+        packed = pack(_portable(error))
         tensors, memory = disassemble(packed.tensors) if packed.tensors else ((), ())
     except Exception:  # whatever it holds that cannot be sent, the reply must leave
         return message, b"", (), ()
     return message, packed.payload, tensors, memory
+
+
+def _section(error: BaseException) -> Iterator[str]:
+    """What happened on this worker, and on those the exception came from."""
+    full = shows_all_frames()
+    for each in _chain(error):
+        if each is not error:
+            yield from _frames(each, full)
+            yield f"  {_one_line(each)}"
+            yield from _came_with(each)
+            yield "  which led to:"
+    yield from _frames(error, full)
+    yield from _came_with(error)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The exceptions that led to this one, the first of them first, as Python would print them."""
+    chain = [error]
+    while True:
+        last = chain[-1]
+        before = last.__cause__ if last.__cause__ is not None or last.__suppress_context__ else last.__context__
+        if before is None or any(before is each for each in chain):
+            return chain[::-1]
+        chain.append(before)
+
+
+def _frames(error: BaseException, full: bool) -> Iterator[str]:
+    frames = traceback.extract_tb(error.__traceback__)
+    shown = frames if full else [frame for frame in frames if not _is_internal(frame.filename)]
+    if len(shown) > _MOST_FRAMES and not full:
+        yield f"  ({len(shown) - _MOST_FRAMES} more frames; TELEGRAD_TRACEBACK=full shows all)"
+        shown = shown[-_MOST_FRAMES:]
+    for frame in shown:
+        yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+        if frame.line:
+            yield f"    {frame.line}"
+    if frames and not shown:
+        yield "  in Telegrad's own code (TELEGRAD_TRACEBACK=full shows it)"
+
+
+def shows_all_frames() -> bool:
+    """Whether the user asked to see the frames of Telegrad, too."""
+    return os.environ.get("TELEGRAD_TRACEBACK") == "full"
+
+
+def _is_internal(filename: str) -> bool:
+    return filename.startswith(_OWN_CODE) or filename.endswith(_MODULE_CODE)
+
+
+def _came_with(error: BaseException) -> list[str]:
+    return [line for note in _remote_notes(error) for line in note.splitlines()]
+
+
+def _remote_notes(error: BaseException) -> list[RemoteNote]:
+    return [note for note in getattr(error, "__notes__", ()) if isinstance(note, RemoteNote)]
+
+
+def _one_line(error: BaseException) -> str:
+    text = _shown(str, error).split("\n", 1)[0]
+    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
 
 
 def _shown(how: Callable[[object], str], error: BaseException) -> str:
@@ -48,6 +117,36 @@ def _shown(how: Callable[[object], str], error: BaseException) -> str:
         return how(error)[:_MAX_TEXT]
     except Exception:
         return f"<{type(error).__qualname__}, which cannot say its own text>"
+
+
+def _portable(error: BaseException) -> Any:
+    """An exception whose class has an `__init__` of its own takes its parts along: pickle would call the class with
+    `error.args`, which need not be what that takes."""
+    cls = type(error)
+    written_in_python = hasattr(cls.__init__, "__code__")
+    if written_in_python and cls.__reduce__ is BaseException.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__:
+        return _Parts(cls, error.args, error.__dict__)
+    return error
+
+
+class _Parts:
+    """Pickles as a call of `_put_together`."""
+
+    def __init__(self, cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> None:
+        self._content = (cls, args, state)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _put_together, self._content
+
+
+def _put_together(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+# --- arriving ---
 
 
 def rebuild_exception(message: ExceptionReply, payload: Any, tensors: list[torch.Tensor]) -> BaseException:
@@ -61,18 +160,28 @@ def rebuild_exception(message: ExceptionReply, payload: Any, tensors: list[torch
     if not isinstance(error, Exception):
         error = RemoteError(
             f"{message.type_name} on worker {message.worker!r}: {message.text}\n"
-            f"Its type cannot be rebuilt here. Original exception on remote side was:\n{message.traceback}"
+            "Its type cannot be rebuilt here. Original exception on remote side was:"
         )
-    elif _speaks_by_its_text(error):
-        error.args = (f"{error.args[0]}\n{message.traceback}",)
-    else:
-        error.add_note(message.traceback)
-    error.__cause__ = RemoteTraceback(message.traceback)
+    notes = [note for note in getattr(error, "__notes__", ()) if not isinstance(note, RemoteNote)]
+    error.__notes__ = [*notes, RemoteNote(message.traceback)]
     return error  # type: ignore[no-any-return]
 
 
-def _speaks_by_its_text(error: Exception) -> bool:
-    """Whether its only argument is its text, so that the text can be added to without a loss."""
-    own_str = type(error).__str__ in (Exception.__str__, BaseException.__str__)
-    single = len(error.args) == 1 and isinstance(error.args[0], str)
-    return single and (own_str or isinstance(error, TelegradError)) and not isinstance(error, OSError)
+def raised_on(error: BaseException) -> int | None:
+    """The id of the worker that an exception came from directly; None if it was raised here."""
+    for note in _remote_notes(error):
+        found = re.match(r"On worker '[^']*' \(id (\d+)\)", note)
+        if found:
+            return int(found[1])
+    return None
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Before an exception that came from another worker leaves Telegrad: forget how it passed through here."""
+    if _remote_notes(error) and not shows_all_frames():
+        error.__traceback__ = None
+
+
+def with_notes(error: BaseException) -> str:
+    """The text of an exception and what comes with it, for those who get no more of it than a text."""
+    return "\n".join([_shown(str, error), *getattr(error, "__notes__", ())])
