@@ -22,7 +22,7 @@ from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import OnReply, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
     AnyMessage,
@@ -157,7 +157,7 @@ def serve_recorded(agent: Agent, request: Request) -> None:
     request.on_tensors = lambda tensors: _record_recv(context, caller, message_id, tensors)
     request.on_reply = on_reply
     request.scope = lambda: within(context)
-    agent.serve(request)
+    request.session.serve(request)
 
 
 def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:

@@ -67,7 +67,7 @@ class Roll:
             self._asked.insert(len(self._asked) if type(message) is BeginPass else 0, slot)
             waiting = self._waiting
         if waiting:  # the root is waiting already and will not come for this reply in person
-            slot.link.look_out()
+            slot.link.expect()
 
     def _answered(self, slot: Slot) -> None:
         """An answer came, or will not: called by the thread that reads, for all who wait for a reply of that worker.
@@ -158,7 +158,7 @@ class Roll:
         """Read replies in this thread, link by link, while the I/O threads looks after the other links."""
         waiting = [slot for slot in self._asked if not slot.done]
         for slot in waiting[1:]:
-            slot.link.look_out()
+            slot.link.expect()
         for slot in waiting:
             if self.error is not None:
                 return

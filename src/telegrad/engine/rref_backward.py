@@ -8,7 +8,7 @@ from telegrad.engine.backward import backward
 from telegrad.errors import RRefError
 from telegrad.ids import ContextId
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.rref import RRef, references_of
 from telegrad.wire.messages import RRefBackward, RRefBackwardReply
 
