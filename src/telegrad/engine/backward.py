@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import registry, within
 from telegrad.engine.roll import Roll
@@ -43,6 +44,7 @@ def backward(
     An error on any worker ends the pass on all, and is raised here with that worker's name and traceback.
     """
     agent = require_agent()
+    since = 0.0 if trace.recorder is None else trace.now()
     context = registry().find(context_id)
     context.check_usable()
     tensors = _fetch_roots(context, roots)
@@ -52,6 +54,8 @@ def backward(
     roll = Roll(service, seconds)
     pass_ = service.begin(context, retain_graph, entries, roll)
     roll.wait(pass_)
+    if since and trace.recorder is not None:
+        trace.recorder.span("backward", "backward", since, context=context_id)
 
 
 def backward_async(

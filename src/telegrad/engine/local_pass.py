@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from telegrad import trace
 from telegrad.autograd.functions import ANCHOR, Gradients, RecvNode, running_in, taker
 from telegrad.engine.cut import cut_before, empty_queue
 from telegrad.engine.leaves import LeafSums, claimed, grads_aside, hooks_held, may_share, shared_held, variable_of
@@ -146,6 +147,7 @@ class LocalPass(Generic[K]):
         try:
             while (taken := self._take()) is not None:
                 batch, roots = taken
+                since = 0.0 if trace.recorder is None else trace.now()
                 recvs = list(self._untold) if batch.way is Way.LAST else batch.recvs
                 if self._some_dead and recvs:  # a peer may be waiting to hear that nothing comes: before this runs
                     reached = walk([[edge.node for edge, _ in roots]])
@@ -156,6 +158,8 @@ class LocalPass(Generic[K]):
                     self._run_closed(batch.nodes, roots)
                 else:
                     self._run_cut(batch.nodes, roots)
+                if since and trace.recorder is not None:
+                    trace.recorder.span(f"region ({batch.way.name.lower()})", "backward", since)
                 self._tell_none(recvs)  # those that a node gave no gradient
                 self.done = batch.way is Way.LAST
         except BaseException:

@@ -1,7 +1,7 @@
 """`rpc_sync` and `rpc_async`: a function, some arguments, another worker."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 
@@ -23,6 +23,7 @@ from telegrad.wire.frames import Kind
 from telegrad.wire.messages import AnyMessage, PythonCall
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 Worker = str | int | WorkerInfo
@@ -184,9 +185,9 @@ def link_to(agent: Agent, to: Worker) -> Link:
 @overload
 def rpc_sync(
     to: Worker,
-    func: Callable[..., Awaitable[T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
+    func: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]],
+    args: tuple[*Ts],
+    kwargs: None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     retries: int = 0,
@@ -194,8 +195,58 @@ def rpc_sync(
 @overload
 def rpc_sync(
     to: Worker,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[[], Coroutine[Any, Any, T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[[], T],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
     func: Callable[..., T],
     args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[..., T],
+    args: list[Any],
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
@@ -243,14 +294,52 @@ def rpc_sync(
 @overload
 def rpc_async(
     to: Worker,
-    func: Callable[..., Awaitable[T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
+    func: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]],
+    args: tuple[*Ts],
+    kwargs: None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[T]: ...
 @overload
 def rpc_async(
-    to: Worker, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Worker,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker,
+    func: Callable[[], Coroutine[Any, Any, T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker, func: Callable[[], T], args: None = None, kwargs: None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker,
+    func: Callable[..., T],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker, func: Callable[..., T], args: list[Any], kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future[T]: ...
 def rpc_async(
     to: Worker, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from telegrad import trace
 from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
@@ -214,6 +215,8 @@ class Link:
             slot.on_reply = on_reply
         if definition:
             slot.definition = definition
+        if trace.recorder is not None:
+            trace.recorder.asked(slot, message, packed.payload, specs, memory)
         self.request(slot, message, packed.payload, specs, memory)
         return slot
 
@@ -318,6 +321,8 @@ class Link:
 
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
+        if trace.recorder is not None:
+            trace.recorder.answered(slot)
         said_at, threads = self.exhausted
         state = "may still be running it. Pass a longer `timeout` if that is expected"
         if said_at > slot.since:

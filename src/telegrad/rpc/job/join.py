@@ -34,10 +34,10 @@ _SECRET_BYTES = 32
 _GRACE_SECONDS = 0.5
 
 # The packages above, each with an `install(agent)` that puts its layer on an agent. By name: this one imports none.
-_LAYERS = ("telegrad.rref", "telegrad.engine")
+_LAYERS = ("telegrad.rref", "telegrad.engine", "telegrad.observe")
 
 
-class _NameClash(RendezvousError):
+class NameClash(RendezvousError):
     """Two workers of one name."""
 
 
@@ -113,7 +113,7 @@ def _start_at(place: MemberLog, name: str, rank: int, world_size: int | None, op
     except BaseException as error:
         set_current_agent(None)
         # The other side of a clash must find this record to see it, too.
-        leave(agent, quietly=isinstance(error, _NameClash))
+        leave(agent, quietly=isinstance(error, NameClash))
         agent.close(farewell=False)
         raise
     return agent
@@ -234,7 +234,7 @@ def _check_clash(agent: Agent, members: Sequence[Member], mine: Member, world_si
     for member in present.values():
         other = names.setdefault(member.name, member)
         if other is not member and (world_size is not None or _answers(agent, other if member is mine else member)):
-            raise _NameClash(
+            raise NameClash(
                 f"RPC worker name {member.name!r} is not unique: workers {other.worker_id} and {member.worker_id} both "
                 "use it. Give each worker a name of its own"
             )

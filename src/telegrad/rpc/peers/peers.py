@@ -172,7 +172,8 @@ class Peers:
                 known = self._directory.by_id(hello.worker_id)
                 if known is None or known.incarnation != hello.incarnation:
                     known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
-                session = self._sessions[_key(hello)] = Session(self._agent.runtime, self._agent, known, main_by_value)
+                session = Session(self._agent.runtime, self._agent, known, main_by_value, hello.link)
+                self._sessions[_key(hello)] = session
         session.attach(connection)
 
     # --- who is gone ---

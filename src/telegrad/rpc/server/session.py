@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import Any, Protocol
 
+from telegrad import trace
 from telegrad.errors import ProtocolError
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
@@ -58,7 +59,9 @@ class SessionEvents(Protocol):
 class Session:
     """Requests of one incarnation of one worker, over one of its links."""
 
-    def __init__(self, runtime: Runtime, events: SessionEvents, member: Member, main_by_value: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, events: SessionEvents, member: Member, main_by_value: bool, number: int = 0
+    ) -> None:
         self._runtime = runtime
         self._io_threads = runtime.io_threads
         self._events = events
@@ -66,6 +69,7 @@ class Session:
         self._served = runtime.layers.served
         self.info, self.options = runtime.info, runtime.options
         self.member = member
+        self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value
         self.functions = FunctionTable()
         self.connection: Connection | None = None
@@ -134,9 +138,6 @@ class Session:
                 if self.paused:
                     break
                 frame = inbox.popleft()
-                call = getattr(frame.message, "call", frame.message)  # a message that wraps a call has it within
-                if getattr(call, "definition", b""):
-                    self.functions.note(call)
                 turn.count += 1
                 turn.running = True
                 self.take(frame)
@@ -167,6 +168,8 @@ class Session:
             if not frames:
                 turn.give_up()
                 return
+            if trace.recorder is not None:
+                trace.recorder.arrived(self, frames)
             inbox.extend(frames)
 
     def serve_deferred(self) -> None:
@@ -180,6 +183,9 @@ class Session:
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
+        if trace.recorder is not None and trace.recorder.takes(request):
+            trace.recorder.serve(request, self.serve)
+            return
         served = self._served.get(type(request.message))
         try:
             if served is None:
@@ -244,6 +250,9 @@ class Session:
 
     def take(self, frame: Frame) -> None:
         """Serve one frame of the caller."""
+        call = getattr(frame.message, "call", frame.message)  # a message that wraps a call has it within
+        if getattr(call, "definition", b""):
+            self.functions.note(call)
         requests = self.requests
         if frame.ack > requests.acknowledged:
             requests.acknowledge(frame.ack)
@@ -276,6 +285,8 @@ class Session:
         requests = self.requests
         reply = (kind, request_id, *content)
         requests.answer(request_id, reply)
+        if trace.recorder is not None:
+            trace.recorder.replied(self, request_id, kind, content)
         try:
             if self.paused:
                 self._resume()
