@@ -29,6 +29,7 @@ from telegrad.rpc.threads.wakeup import Wakeup
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
+from telegrad.transport.tls import TlsEnds
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import AnyMessage, Goodbye
@@ -52,6 +53,7 @@ class Agent:
         options: RpcBackendOptions,
         listeners: Listeners,
         place: MemberLog | None = None,
+        tls: TlsEnds | None = None,
     ) -> None:
         self.member = member
         self.info = member.info
@@ -69,7 +71,7 @@ class Agent:
         self.world_size: int | None = None
         self._lock = threading.Lock()
         self.peers = peers = Peers(self)
-        self.connector = Connector(self, secret, listeners)
+        self.connector = Connector(self, secret, listeners, tls)
         # Bound, so that no call pays for a step in between.
         self.find, self.link = peers.find, peers.link
         self.lost, self.is_dead = peers.lost, peers.is_dead
@@ -168,7 +170,7 @@ class Agent:
 
     def dial(self, link: Link, deadline: float) -> Dialled | Unanswered:
         """A new connection for a link."""
-        return self.connector.dial(link.member, link.number, link.expect, deadline)
+        return self.connector.dial(link.member, link.number, link.ticket, link.expect, deadline)
 
     def link_lost(self, link: Link) -> None:
         """A connection this worker had dialled ended."""

@@ -7,6 +7,7 @@ lost. A link ends with the worker: then everything that still waits is told so. 
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
+from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Kind
 from telegrad.wire.messages import AnyMessage, Ping
@@ -75,6 +77,7 @@ class Link:
         self._events = events
         self.member = member
         self.number = number
+        self.ticket = os.urandom(TICKET_BYTES)  # shown with each connection: nobody else can go on with this link
         self.pending = Pending()
         self.functions = FunctionTable()
         self.main_by_value = False
@@ -84,7 +87,7 @@ class Link:
         self.settled.set()
         self.replies = ReplyReader(self)
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
-        self.expect = self.look_out = self.replies.arm  # have the I/O threads read what comes
+        self.expect = self.replies.arm  # have the I/O threads read what comes
         self.exhausted = (0.0, 0)  # when the worker last said that all its threads are taken, and how many
         self.quiet_since = 0.0  # since when something is expected, for the heartbeat
         self.sent = 0

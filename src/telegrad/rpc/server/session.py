@@ -60,7 +60,13 @@ class Session:
     """Requests of one incarnation of one worker, over one of its links."""
 
     def __init__(
-        self, runtime: Runtime, events: SessionEvents, member: Member, main_by_value: bool, number: int = 0
+        self,
+        runtime: Runtime,
+        events: SessionEvents,
+        member: Member,
+        main_by_value: bool,
+        number: int = 0,
+        ticket: bytes = b"",
     ) -> None:
         self._runtime = runtime
         self._io_threads = runtime.io_threads
@@ -68,6 +74,7 @@ class Session:
         self._layers = runtime.layers
         self._served = runtime.layers.served
         self.info, self.options = runtime.info, runtime.options
+        self.ticket = ticket  # whoever goes on with this session over another connection must show it
         self.member = member
         self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value
