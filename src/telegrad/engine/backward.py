@@ -5,6 +5,7 @@
 3. Each worker answers when it has heard all its Sends and run all its regions. When all have, it is done.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,16 @@ from telegrad.engine.service import Service
 from telegrad.errors import AutogradError
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+
+
+class PassProfiler(Layer):
+    """Who has the other workers profile their parts of a pass; a layer above derives this."""
+
+    def profiling(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Around a pass that begins in a thread that is being profiled."""
+        raise NotImplementedError
 
 
 def backward(
@@ -52,8 +62,11 @@ def backward(
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
     service = agent.layer(Service)
     roll = Roll(service, seconds)
-    pass_ = service.begin(context, retain_graph, entries, roll)
-    roll.wait(pass_)
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        with agent.layer(PassProfiler).profiling(context):
+            roll.wait(service.begin(context, retain_graph, entries, roll))
+    else:
+        roll.wait(service.begin(context, retain_graph, entries, roll))
     if since and trace.recorder is not None:
         trace.recorder.span("backward", "backward", since, context=context_id)
 

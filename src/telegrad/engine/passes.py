@@ -183,7 +183,10 @@ class Pass:
             raise AutogradError(f"message {key} was sent after the pass had begun; its gradients were not used")
 
     def _run(self, local: LocalPass[MessageId]) -> None:
-        local.run()
+        if self.context.profile is None:
+            local.run()
+        else:
+            self.context.profile.run(local.run)
         if local.done:
             with self._lock:
                 if self.finished:
