@@ -257,7 +257,9 @@ class Session:
 
     def take(self, frame: Frame) -> None:
         """Serve one frame of the caller."""
-        call = getattr(frame.message, "call", frame.message)  # a message that wraps a call has it within
+        call: Any = frame.message
+        while (inner := getattr(call, "call", None)) is not None:  # a message that wraps a call has it within
+            call = inner
         if getattr(call, "definition", b""):
             self.functions.note(call)
         requests = self.requests
