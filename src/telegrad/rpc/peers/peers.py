@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("telegrad.rpc")
 
+MOST_SESSIONS = 4096  # links of all callers together
+_MOST_DEAD = 65536  # ends that are remembered
+
 
 def _key(hello: Hello) -> tuple[int, int, int]:
     """A session serves one link of one incarnation of a worker, over all its connections."""
@@ -216,6 +219,8 @@ class Peers:
                 incarnation=member.incarnation,
             )
             self._dead[member.incarnation] = error
+            while len(self._dead) > _MOST_DEAD:
+                del self._dead[next(iter(self._dead))]
             link = self._links.get(member.worker_id)
             sessions = [key for key in self._sessions if key[1] == member.incarnation]
             closed = [self._sessions.pop(key) for key in sessions]
