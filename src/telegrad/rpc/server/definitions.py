@@ -8,7 +8,7 @@ from typing import Any
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.frames import Frame
-from telegrad.wire.messages import PythonCall, PythonRemoteCall, RpcWithAutograd
+from telegrad.wire.messages import PythonCall, PythonRemoteCall, RpcWithAutograd, RpcWithProfiling
 
 MOST_FUNCTIONS = 8192  # of one caller; ours ends at half as many
 MOST_BYTES = 128 * 2**20
@@ -39,8 +39,9 @@ def note_definitions(functions: Functions, frames: Iterable[Frame]) -> None:
     The next request may name the function by its number. That one may run first, in another thread, and this one may be
     refused before it is run: so this comes before anything else, in the order of arrival."""
     for frame in frames:
-        message = frame.message
-        call = message.call if type(message) is RpcWithAutograd else message
+        call: Any = frame.message
+        while type(call) is RpcWithAutograd or type(call) is RpcWithProfiling:
+            call = call.call
         if (type(call) is PythonCall or type(call) is PythonRemoteCall) and call.definition and call.function:
             _note(functions, call)
 
