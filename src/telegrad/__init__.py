@@ -5,7 +5,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("autograd", "compat", "errors", "nn", "optim", "rpc", "testing")
+_SUBMODULES = ("autograd", "compat", "durable", "errors", "nn", "optim", "rpc", "testing")
 _NAMES = {"local_cluster": "telegrad.launch"}
 
 
