@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from telegrad import rpc
 from telegrad.durable import disk, worker
 from telegrad.durable.core import Action, Commit, Coordinator, Halt, Lost, Restore, Resume, Seal, Take
-from telegrad.durable.part import Recipe
+from telegrad.durable.part import Recipe, parts_of
 from telegrad.errors import DurableError, RunSuperseded, StateLost, WorkerDied
 from telegrad.ids import generation_of
 from telegrad.rpc.agent import Agent
@@ -159,8 +159,10 @@ class Driver:
 
     def _look_for_missing(self) -> None:
         agent, limit = self._agent, self._settings.restart_timeout
+        waits = parts_of(agent).waiting[self._settings.run] = []
         for name in sorted(self.core.missing):
             member = agent.find(name)
+            waits.append((f"run {self._settings.run!r}: the return of worker {name!r}", -1))
             if not agent.is_dead(member):
                 self._incarnations[name] = member.incarnation
                 del self._lost[name]
@@ -214,6 +216,7 @@ class Driver:
 
     def _resume(self, step: int) -> None:
         self._resumed = True
+        parts_of(self._agent).waiting.pop(self._settings.run, None)
         if self._return is not None:
             began, died = self._return
             self._return = None
@@ -228,7 +231,7 @@ class Driver:
         run, timeout, folder, driver = self._settings.run, self._settings.timeout, self._settings.folder, self._agent
         member, epoch = action.member, action.epoch
         where = None if folder is None else str(folder)
-        function: Callable[..., Any]
+        function: Any
         args: tuple[Any, ...]
         answer: Callable[[Any], list[Action]]
         if isinstance(action, Halt):
@@ -250,7 +253,7 @@ class Driver:
         if member == driver.info.name:
             mine.append(lambda: self._heard(member, epoch, lambda: function(*args), answer))
             return
-        future = rpc.rpc_async(member, function, args, timeout=timeout)
+        future: rpc.Future[Any] = rpc.rpc_async(member, function, args, timeout=timeout)
         future.add_done_callback(lambda done: self._events.put(lambda: self._heard(member, epoch, done.value, answer)))
 
     def _heard(self, member: str, epoch: int, value: Callable[[], Any], answer: Callable[[Any], list[Action]]) -> None:

@@ -7,10 +7,9 @@ while this one is busy with its own.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from telegrad.durable.copies import copy_aside
 from telegrad.durable.generators import load_generators, save_generators
@@ -19,6 +18,7 @@ from telegrad.durable.snapshots import Snapshot
 from telegrad.durable.states import Access, access_to
 from telegrad.errors import DurableError, NotRestored, RpcTimeout
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.wire.messages import BeginPass, PropagateGradients, RpcWithAutograd
 
@@ -142,20 +142,36 @@ class Part:
         ]
 
 
-_parts: "WeakKeyDictionary[Agent, dict[str, Part]]" = WeakKeyDictionary()
-_parts_lock = threading.Lock()
+class Parts(Layer):
+    """The parts of all runs on one agent, by the run's name. Put on an agent by the first run that comes to it."""
+
+    def __init__(self) -> None:
+        self.by_run: dict[str, Part] = {}
+        self.waiting: dict[str, list[tuple[str, int]]] = {}  # what the driver of a run waits for
+
+    def waits(self) -> Sequence[tuple[str, int]]:
+        """Workers whose return a run waits for."""
+        return [wait for waits in list(self.waiting.values()) for wait in waits]
 
 
-def parts_of(agent: Agent) -> dict[str, Part]:
-    """The parts of all runs on an agent, by the run's name."""
-    with _parts_lock:
-        return _parts.setdefault(agent, {})
+_installing = threading.Lock()
+
+
+def parts_of(agent: Agent) -> Parts:
+    """The parts of all runs on an agent."""
+    found = agent.find_layer(Parts)
+    if found is None:
+        with _installing:
+            found = agent.find_layer(Parts)
+            if found is None:
+                found = Parts()
+                agent.install(found)
+    return found
 
 
 def part_of(agent: Agent, run: str) -> Part:
     """The part of one run on an agent; an empty one if it was just started."""
-    parts = parts_of(agent)
-    return parts.setdefault(run, Part(run, agent))
+    return parts_of(agent).by_run.setdefault(run, Part(run, agent))
 
 
 def not_restored(agent: Agent, run: str, name: str) -> NotRestored:

@@ -47,7 +47,7 @@ class DurableRef(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         agent = current_agent()
-        part = None if agent is None else parts_of(agent).get(self._run)
+        part = None if agent is None else parts_of(agent).by_run.get(self._run)
         return arrive, (*self._key(), None if part is None else part.holdings.epoch)
 
     def parameter(self, name: str) -> "DurableRef[torch.Tensor]":
@@ -82,7 +82,7 @@ class DurableRef(Generic[T]):
         """The value; on any worker but the owner a copy."""
         if self.is_owner():
             return self.local_value()
-        return rpc.rpc_sync(self._owner, _value, (self,), timeout=timeout)  # type: ignore[no-any-return]
+        return rpc.rpc_sync(self._owner, _value, (self,), timeout=timeout)
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """A proxy: `ref.rpc_sync().method(x)` runs the method on the owner and returns what it returns."""
@@ -116,7 +116,7 @@ def arrive(run: str, owner: str, name: str, within: str, epoch: int | None) -> D
     """What a reference is rebuilt by. One of an older epoch belongs to a step that was given up."""
     agent = current_agent()
     if epoch is not None and agent is not None and agent.info.name == owner:
-        part = parts_of(agent).get(run)
+        part = parts_of(agent).by_run.get(run)
         if part is not None and epoch < part.holdings.epoch:
             raise not_restored(agent, run, name)
     return DurableRef(run, owner, name, within)

@@ -178,7 +178,7 @@ def commit(run: str, epoch: int, snapshot: Snapshot) -> None:
 
 def forget(run: str) -> None:
     """The run is over."""
-    parts_of(require_agent()).pop(run, None)
+    parts_of(require_agent()).by_run.pop(run, None)
 
 
 # --- what members tell the driver ---

@@ -1,15 +1,16 @@
 """`rpc_sync` and `rpc_async`: a function, some arguments, another worker."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 
 from telegrad.errors import RpcTimeout, WorkerDied
-from telegrad.rpc.agent import Agent, OnReply
+from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
+from telegrad.rpc.layer import OnReply
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.packing import take_back
 from telegrad.rpc.remote_errors import hide_own_frames
@@ -19,6 +20,7 @@ from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage, PythonCall
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 Worker = str | int | WorkerInfo
@@ -99,11 +101,11 @@ def start_request(
     complete: Complete | None = None,
     future: Future[Any] | None = None,
 ) -> Slot:
-    """Send a request that carries values of the user, past the hooks of the layers above."""
+    """Send a request that carries values of the user, which the layers above may wrap."""
     on_reply: OnReply | None = None
     try:
-        for hook in agent.call_hooks:
-            wrapped = hook(member.worker_id, message, packed.tensors)
+        for wrap in agent.wrap_call:
+            wrapped = wrap(member.worker_id, message, packed.tensors)
             if wrapped is not None:
                 message, on_reply = wrapped
         agent.calls_made += 1
@@ -146,9 +148,9 @@ def complete_future(slot: Slot) -> None:
 @overload
 def rpc_sync(
     to: Worker,
-    func: Callable[..., Awaitable[T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
+    func: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]],
+    args: tuple[*Ts],
+    kwargs: None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     retries: int = 0,
@@ -156,8 +158,58 @@ def rpc_sync(
 @overload
 def rpc_sync(
     to: Worker,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[[], Coroutine[Any, Any, T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[[], T],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
     func: Callable[..., T],
     args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[..., T],
+    args: list[Any],
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
@@ -203,14 +255,52 @@ def rpc_sync(
 @overload
 def rpc_async(
     to: Worker,
-    func: Callable[..., Awaitable[T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
+    func: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]],
+    args: tuple[*Ts],
+    kwargs: None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[T]: ...
 @overload
 def rpc_async(
-    to: Worker, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Worker,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker,
+    func: Callable[[], Coroutine[Any, Any, T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker, func: Callable[[], T], args: None = None, kwargs: None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker,
+    func: Callable[..., T],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker, func: Callable[..., T], args: list[Any], kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future[T]: ...
 def rpc_async(
     to: Worker, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Method = Callable[..., Any]
 
+_DIR_SECONDS = 5.0
+
 
 # --- on the owner ---
 
@@ -102,7 +104,14 @@ class _Proxy(ABC):
         self._timeout = timeout
 
     def __getattr__(self, method: str) -> Method:
+        if method.startswith("__"):  # what Python or a tool looks for; a method of the value would be named in full
+            raise AttributeError(f"a proxy calls methods of the value, and {method!r} is not called by its name")
         return partial(self._call, method)
+
+    def __dir__(self) -> list[str]:
+        """The methods that can be called: for completion. Asks the owner for the type of the value, once."""
+        cls = type_of(self._rref, _DIR_SECONDS).wait()
+        return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
 
     @abstractmethod
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +129,10 @@ class SyncProxy(_Proxy):
 
 class AsyncProxy(_Proxy):
     """Returns a future of what the method returns."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, method: str) -> Callable[..., Future[Any]]: ...
 
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         result: Future[Any] = Future(what=f"{method}() of {self._rref}")
@@ -146,6 +159,10 @@ class AsyncProxy(_Proxy):
 
 class RemoteProxy(_Proxy):
     """Returns a reference to what the method returns."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, method: str) -> "Callable[..., RRef[Any]]": ...
 
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         rref, handle = self._rref, self._rref._handle

@@ -1,7 +1,7 @@
 """`RRef` and `remote`: a value that lives on one worker, named from any."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar, cast, overload
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Generic, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import torch
 
@@ -9,15 +9,26 @@ from telegrad.errors import RRefError
 from telegrad.rpc.calls import Args, Kwargs, Worker, check_call
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
 from telegrad.rref.handles import Handle, OwnerHandle, create, hold
+from telegrad.rref.peers import short_id
 from telegrad.rref.references import references_of
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 NO_CONTEXT = -1
+
+
+class BackwardRunner(Layer):
+    """What `RRef.backward` asks of the layer that runs passes; it derives from this."""
+
+    def backward_from(self, rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
+        """Run a pass whose root is the value of `rref`."""
+        raise NotImplementedError
 
 
 class RRef(Generic[T]):
@@ -28,6 +39,7 @@ class RRef(Generic[T]):
     """
 
     _handle: Handle
+    _shown_as_in_torch = False  # set by the stand-in, whose programs may read the text
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
@@ -41,7 +53,11 @@ class RRef(Generic[T]):
         return made
 
     def __repr__(self) -> str:
-        return repr(self._handle)
+        handle = self._handle
+        if RRef._shown_as_in_torch:
+            return repr(handle)
+        kind = handle.kind()
+        return f"<RRef {short_id(handle.rref_id)} of {handle.owner.name!r}{': ' if kind else ''}{kind}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Calls do not come here: see travel.py.
@@ -104,15 +120,18 @@ class RRef(Generic[T]):
 
     # --- calls of its methods ---
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """A proxy: `rref.rpc_sync().method(x)` runs the method on the owner and returns what it returns."""
-        return proxy.SyncProxy(self, as_timeout(timeout))
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """A proxy: `rref.rpc_sync().method(x)` runs the method on the owner and returns what it returns.
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        To a type checker it is the value itself, whose methods have the right types; at run time it has methods only.
+        """
+        return cast(T, proxy.SyncProxy(self, as_timeout(timeout)))
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> "proxy.AsyncProxy":
         """A proxy: `rref.rpc_async().method(x)` runs the method on the owner and returns a future."""
         return proxy.AsyncProxy(self, as_timeout(timeout))
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> "proxy.RemoteProxy":
         """A proxy: `rref.remote().method(x)` runs the method on the owner and returns a reference to the result."""
         return proxy.RemoteProxy(self, as_timeout(timeout))
 
@@ -125,12 +144,12 @@ class RRef(Generic[T]):
                 raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
             self._root().backward(retain_graph=retain_graph)
             return
-        hook = self._handle.references.backward_hook
-        if hook is None:
+        runner = self._handle.references.agent.find_layer(BackwardRunner)
+        if runner is None:
             raise RRefError("a backward pass over workers needs telegrad.engine, which is not installed on this agent")
         if self.is_owner():
             self._root()
-        hook(self, dist_autograd_ctx_id, retain_graph)
+        runner.backward_from(self, dist_autograd_ctx_id, retain_graph)
 
     def _root(self) -> Any:
         """The value, if a backward pass can start at it."""
@@ -143,14 +162,52 @@ class RRef(Generic[T]):
 @overload
 def remote(
     to: Worker,
-    func: Callable[..., Awaitable[T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
+    func: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]],
+    args: tuple[*Ts],
+    kwargs: None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[T]: ...
 @overload
 def remote(
-    to: Worker, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Worker,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Worker,
+    func: Callable[[], Coroutine[Any, Any, T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Worker, func: Callable[[], T], args: None = None, kwargs: None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Worker,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Worker,
+    func: Callable[..., T],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Worker, func: Callable[..., T], args: list[Any], kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> RRef[T]: ...
 def remote(
     to: Worker, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT

@@ -308,6 +308,19 @@ class WaitsReply(Message, frozen=True, tag=47):
     waits: tuple[tuple[str, int], ...]
 
 
+class Observe(Message, frozen=True, tag=60):
+    """Tell me about yourself: `what` says what, `data` is what that needs. Answered even if all threads are taken."""
+
+    what: str
+    data: bytes
+
+
+class Observed(Message, frozen=True, tag=61):
+    """What was asked for, as msgpack; nothing in it is pickled."""
+
+    data: bytes
+
+
 AnyMessage = (
     PythonCall
     | PythonReply
@@ -347,4 +360,6 @@ AnyMessage = (
     | Goodbye
     | DebugWaits
     | WaitsReply
+    | Observe
+    | Observed
 )

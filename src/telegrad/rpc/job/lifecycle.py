@@ -13,11 +13,11 @@ from typing import Any
 from telegrad.errors import AlreadyInitialized, ShutdownError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
-from telegrad.rpc.job.barrier import barrier, missing_at
-from telegrad.rpc.job.join import leave, let_go_of_place, start
+from telegrad.rpc.job.barrier import ask_who_is_missing, barrier
+from telegrad.rpc.job.join import Membership, leave, let_go_of_place, start
 from telegrad.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
 from telegrad.rpc.threads.cores import return_share, take_share
-from telegrad.rpc.workers import check_name
+from telegrad.rpc.workers import WorkerInfo, check_name
 
 _LOOK_SECONDS = 0.001
 _DELIVERY_SECONDS = 5.0
@@ -31,7 +31,7 @@ def init_rpc(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
-) -> None:
+) -> "Joined":
     """Make this process a worker: it can then call the others and be called by them.
 
     Args:
@@ -41,7 +41,13 @@ def init_rpc(
         world_size: how many workers there are; None if they may come and go at any time.
         rpc_backend_options: see `RpcBackendOptions`.
 
-    Returns when all `world_size` workers are there. RendezvousError at the deadline names those that are missing.
+    Returns when all `world_size` workers are there. RendezvousError at the deadline names those that are missing. What
+    it returns may be used in a `with` block, whose end is a graceful `shutdown`, or one at once after an error.
+
+    Example:
+        >>> with rpc.init_rpc("worker0", rank=0, world_size=1) as me:
+        ...     rpc.rpc_sync(me, pow, (2, 3))
+        8
     """
     options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
     if not isinstance(options, RpcBackendOptions):
@@ -50,7 +56,24 @@ def init_rpc(
     rank, world_size = _from_environment(options.init_method, rank, world_size)
     if world_size is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of worker {name!r} is not within 0..{world_size - 1}")
-    start_worker(name, rank, world_size, options)
+    return Joined(start_worker(name, rank, world_size, options))
+
+
+class Joined:
+    """This worker's part in the job, as a context manager that ends it; see `init_rpc`."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def __repr__(self) -> str:
+        return f"<Joined as {self._agent.info}>"
+
+    def __enter__(self) -> WorkerInfo:
+        return self._agent.info
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if current_agent() is self._agent:  # else the block has called `shutdown` itself
+            shutdown(graceful=kind is None)
 
 
 def start_worker(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any = None) -> Agent:
@@ -92,26 +115,28 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         return_share()
 
 
-def wait_for_all(agent: Agent, timeout: float, leaving: bool = True) -> None:
-    """Wait until all workers wait here and nothing is under way. Those `leaving` let go of what they hold first."""
+def wait_for_all(agent: Agent, timeout: float, leaving: bool = True, prepare: bool = True) -> None:
+    """Wait until all workers wait here and nothing is under way. Those `leaving` let go of what they hold first, unless
+    `prepare` is False: they have done so already."""
     deadline = time.monotonic() + timeout if timeout else float("inf")
     if agent.world_size is None:
         _drain(agent, deadline, timeout)
-        for prepare in agent.before_shutdown:
-            prepare()
+        if prepare:
+            _prepare(agent)
         _deliver(agent, deadline)
         return
-    # All leave together: those who are quicker have said so before the last barrier, and still take part in it.
-    agent.peers.take_news = lambda members: agent.peers.learn([m for m in members if not m.leaving])
-    try:
-        _wait_for_all_together(agent, deadline, timeout, leaving)
-    finally:
-        agent.peers.take_news = agent.peers.learn
+    with agent.layer(Membership).leaving_together():
+        _wait_for_all_together(agent, deadline, timeout, leaving, leaving and prepare)
     if leaving:
         _deliver(agent, deadline)
 
 
-def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leaving: bool) -> None:
+def _prepare(agent: Agent) -> None:
+    for layer in agent.layers:
+        layer.before_shutdown()
+
+
+def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leaving: bool, prepare: bool) -> None:
     previous = -1
     generation = 0
     while True:
@@ -120,14 +145,14 @@ def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leavin
         try:
             total = barrier(agent, f"shutdown/{generation}", activity, deadline)
         except TimeoutError as error:
-            missing = missing_at(agent, f"shutdown/{generation}")
+            missing = ask_who_is_missing(agent, f"shutdown/{generation}")
             raise ShutdownError(
                 f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s: not every worker has called it, "
                 f"or is done with its work. Missing: {missing}"
             ) from error
         if generation == 0:
-            for prepare in agent.before_shutdown if leaving else ():
-                prepare()
+            if prepare:
+                _prepare(agent)
         elif total == previous:
             break
         previous = total

@@ -7,7 +7,7 @@ it stays gone, whatever is heard of it later, since what it had asked was forgot
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -36,8 +36,6 @@ class Peers:
     def __init__(self, agent: "Agent") -> None:
         self._agent = agent
         self._directory = agent.directory
-        # What is done with records of members, whichever thread reads them.
-        self.take_news: Callable[[list[Member]], None] = self.learn
         self._lock = threading.Lock()
         self._links: dict[WorkerId, Link] = {}
         self._link_numbers = 0
@@ -83,6 +81,12 @@ class Peers:
             self._agent.place.news(self.take_news)
         except RuntimeError as error:
             log.debug("the rendezvous store does not answer: %s", error)
+
+    def take_news(self, members: Sequence[Member]) -> None:
+        """Take in the records that the rendezvous store has, as far as the layers believe them."""
+        for layer in self._agent.layers:
+            members = layer.on_news(members)
+        self.learn(members)
 
     def learn(self, members: Sequence[Member]) -> None:
         """Take in records of members."""
@@ -158,9 +162,9 @@ class Peers:
         with self._lock:
             return list(self._orphaned)
 
-    def knows(self, hello: Hello) -> bool:
-        """Whether there is a session for the link that a caller dials for."""
-        return _key(hello) in self._sessions
+    def session_for(self, hello: Hello) -> Session | None:
+        """The session of the link that a caller dials for, if it has dialled before."""
+        return self._sessions.get(_key(hello))
 
     def serve(self, hello: Hello, connection: Connection, main_by_value: bool) -> None:
         """Serve what a caller that was let in asks over a connection, its first or the next."""
@@ -173,7 +177,8 @@ class Peers:
                 known = self._directory.by_id(hello.worker_id)
                 if known is None or known.incarnation != hello.incarnation:
                     known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
-                session = self._sessions[_key(hello)] = Session(self._agent, known, main_by_value)
+                session = Session(self._agent, known, main_by_value, hello.link, hello.ticket)
+                self._sessions[_key(hello)] = session
         session.attach(connection)
 
     # --- who is gone ---
@@ -228,9 +233,9 @@ class Peers:
             link.fail(error)
         for session in closed:
             session.close()
-        for react in self._agent.on_death:
+        for layer in self._agent.layers:
             try:
-                react(member)
+                layer.on_death(member)
             except Exception:
                 log.exception("reacting to the loss of %s failed", member.name)
 
