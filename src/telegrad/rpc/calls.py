@@ -10,7 +10,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
-from telegrad.rpc.layer import OnReply
+from telegrad.rpc.layer import Layer, OnReply
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.packing import take_back
 from telegrad.rpc.remote_errors import hide_own_frames
@@ -27,7 +27,18 @@ Worker = str | int | WorkerInfo
 # What to do when the reply has come or will not, in whichever thread finds out.
 Complete = Callable[[Slot], None]
 
+# Wraps a call that is wrapped already, and what is done with its reply.
+Around = Callable[[AnyMessage, OnReply | None], tuple[AnyMessage, OnReply]]
+
 NOTHING = Packed(b"", [])
+
+
+class CallProfiler(Layer):
+    """Who profiles on other workers what calls do there that are made under a profiler; a layer above derives this."""
+
+    def begin(self, how: str, func: Any, member: Member) -> Around:
+        """A call of `func`, "sync", "async" or "remote", is about to go out from a thread that is being profiled."""
+        raise NotImplementedError
 
 
 def name_of(func: Any) -> str:
@@ -59,8 +70,12 @@ def start_call(
     patience: float | None = None,
 ) -> Slot:
     """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer."""
+    around: Around | None = None
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        _mark_in_profile(agent, member, func, make, future)
+        profiler = agent.find_layer(CallProfiler)
+        if profiler is not None:
+            how = "remote" if make is not PythonCall else "sync" if future is None else "async"
+            around = profiler.begin(how, func, member)
     if timeout == UNSET_RPC_TIMEOUT:
         timeout = agent.rpc_timeout
     link = agent.link(member)
@@ -76,17 +91,11 @@ def start_call(
         definition=full,
         complete=complete,
         future=future,
+        around=around,
     )
     if definition:
         remember_function(link, func, number, definition)
     return slot
-
-
-def _mark_in_profile(agent: Agent, member: Member, func: Any, make: Any, future: Future[Any] | None) -> None:
-    """Leave an event of the name torch gives to such a call in the profile that is being recorded."""
-    how = "remote" if make is not PythonCall else "sync" if future is None else "async"
-    with torch.autograd.profiler.record_function(f"rpc_{how}#{name_of(func)}({agent.info.name} -> {member.name})"):
-        pass
 
 
 def start_request(
@@ -100,14 +109,17 @@ def start_request(
     definition: bytes = b"",
     complete: Complete | None = None,
     future: Future[Any] | None = None,
+    around: Around | None = None,
 ) -> Slot:
-    """Send a request that carries values of the user, which the layers above may wrap."""
+    """Send a request that carries values of the user, which the layers above may wrap, and `around` once more."""
     on_reply: OnReply | None = None
     try:
         for wrap in agent.wrap_call:
             wrapped = wrap(member.worker_id, message, packed.tensors)
             if wrapped is not None:
                 message, on_reply = wrapped
+        if around is not None:
+            message, on_reply = around(message, on_reply)
         agent.calls_made += 1
         return agent.send(
             member,

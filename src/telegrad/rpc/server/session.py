@@ -31,6 +31,7 @@ from telegrad.wire.messages import (
     PythonCall,
     PythonRemoteCall,
     RpcWithAutograd,
+    RpcWithProfiling,
 )
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ class Session:
         """The next request may name a function by the number it has here. That one may run first, in another thread,
         and this one may be refused before it is run: so this comes before anything else, in the order of arrival."""
         call = message.call if type(message) is RpcWithAutograd else message
+        if type(call) is RpcWithProfiling:
+            self._note_definition(call.call)
         if (type(call) is PythonCall or type(call) is PythonRemoteCall) and call.definition and call.function:
             self.functions.setdefault(call.function, Definition(call.definition))
 
