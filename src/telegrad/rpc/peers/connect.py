@@ -13,6 +13,7 @@ from telegrad.errors import AuthenticationError, ProtocolError, WorkerDied
 from telegrad.rpc.client.link import Dialled, Unanswered
 from telegrad.rpc.peers.accept import Acceptor, Caller, dial, main_fingerprint
 from telegrad.rpc.peers.liveness import REDIAL_SECONDS
+from telegrad.rpc.peers.peers import MOST_SESSIONS
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Listeners, host_identity
 from telegrad.transport.connection import Connection
@@ -111,6 +112,8 @@ class Connector:
         if known is not None and known.incarnation == hello.incarnation:
             _check_identity(known, hello, caller)
         served = agent.peers.session_for(hello)
+        if served is None and len(agent.peers.sessions()) >= MOST_SESSIONS:
+            raise AuthenticationError(f"worker {me.name!r} serves {MOST_SESSIONS} links already")
         if served is not None and not hmac.compare_digest(served.ticket, hello.ticket):
             raise AuthenticationError(f"link {hello.link} of worker {hello.name!r} is another's")
         shared = hello.shared_memory and agent.options.shared_memory

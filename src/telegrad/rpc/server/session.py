@@ -23,6 +23,7 @@ from telegrad.rpc.server.function_table import FunctionTable
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import local
+from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
@@ -34,6 +35,7 @@ from telegrad.wire.messages import (
 )
 
 log = logging.getLogger("telegrad.rpc")
+_errors = LimitedLog(log)
 
 # Requests of one caller that are taken and not answered. Those that occupy a thread are limited by the pool; this
 # bounds the others, coroutines and functions that return futures, and what they hold.
@@ -156,7 +158,9 @@ class Session:
                 turn.give_up()
                 return
             try:
+                self.requests.check()
                 frames = connection.receive()
+                self._note_definitions(frames)
                 if not frames and frames is not None:
                     if self._holds:
                         self._flush(connection)
@@ -167,8 +171,8 @@ class Session:
             except (OSError, ValueError):
                 frames = None
             except ProtocolError as error:
-                log.error("closing a connection of %s: %s", self.member.name, error)
-                frames = None
+                self._break_off(connection, error)
+                return
             if frames is None:
                 self.ended(connection)
                 return
@@ -178,6 +182,14 @@ class Session:
             if trace.recorder is not None:
                 trace.recorder.arrived(self, frames)
             inbox.extend(frames)
+
+    def _note_definitions(self, frames: list[Frame] | None) -> None:
+        for frame in frames or ():
+            call: Any = frame.message
+            while (inner := getattr(call, "call", None)) is not None:  # a message that wraps a call has it within
+                call = inner
+            if getattr(call, "definition", b""):
+                self.functions.note(call)
 
     def serve_deferred(self) -> None:
         """Serve the notices that waited until no request does."""
@@ -257,11 +269,6 @@ class Session:
 
     def take(self, frame: Frame) -> None:
         """Serve one frame of the caller."""
-        call: Any = frame.message
-        while (inner := getattr(call, "call", None)) is not None:  # a message that wraps a call has it within
-            call = inner
-        if getattr(call, "definition", b""):
-            self.functions.note(call)
         requests = self.requests
         if frame.ack > requests.acknowledged:
             requests.acknowledge(frame.ack)
@@ -340,6 +347,12 @@ class Session:
             log.debug("a reply to %s waits for its next connection", self.member.name)
 
     # --- the end ---
+
+    def _break_off(self, connection: Connection, error: ProtocolError) -> None:
+        """The caller sends nonsense, or more than it may."""
+        _errors.warning("closing a connection of %s: %s", self.member.name, error)
+        self._inbox.clear()
+        self.ended(connection)
 
     def ended(self, connection: Connection) -> None:
         """A connection of the caller ended."""
