@@ -22,7 +22,7 @@ from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import OnReply, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.wire.codec import set_recording
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
@@ -32,6 +32,7 @@ from telegrad.wire.messages import (
     PythonRemoteCall,
     RpcWithAutograd,
     RpcWithAutogradReply,
+    RpcWithProfilingReply,
     RRefFetch,
 )
 from telegrad.wire.specs import Flag
@@ -177,12 +178,12 @@ def serve_recorded(agent: Agent, request: Request) -> None:
     request.on_tensors = lambda tensors: _record_recv(context, caller, message_id, tensors)
     request.on_reply = on_reply
     request.scope = lambda: within(context)
-    agent.serve(request)
+    request.session.serve(request)
 
 
 def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
     """A reply came after its caller had given up: its tensors are lost, and their Send must hear so in a pass."""
-    message = frame.message
+    message = frame.message.reply if type(frame.message) is RpcWithProfilingReply else frame.message
     if type(message) is not RpcWithAutogradReply or not _has_gradients(frame):
         return
     context = registry.get(message.metadata.context_id)

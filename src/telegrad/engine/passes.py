@@ -150,7 +150,10 @@ class Pass(LocalPass[MessageId]):
 
     def run(self) -> None:
         """Run what may run, and see whether that was all."""
-        super().run()
+        if self.context.profile is None:
+            super().run()
+        else:
+            self.context.profile.run(super().run)
         if not self.done:
             if self._for_root:
                 self._send_for_root()  # there is more to wait for: let the root go on meanwhile

@@ -58,6 +58,9 @@ class Packed(msgspec.Struct, frozen=True):
     payload: bytes
     tensors: list[Tensor]
 
+    def unsent(self) -> None:
+        """It will not be sent after all: what was counted as sent with it is no longer."""
+
 
 def register_reducer(cls: type, reduce: Reduce) -> None:
     """Send objects of `cls` and its subclasses as `reduce(obj)` says, in the form of `object.__reduce__`."""
