@@ -20,6 +20,7 @@ from telegrad import trace
 from telegrad.autograd.functions import Gradients, RecvNode
 from telegrad.engine.cut import empty_queue
 from telegrad.engine.graph import Graph, Root, reached_from
+from telegrad.engine.hints import add_hint
 from telegrad.engine.regions import Apart, Batch, Plan, Way
 from telegrad.errors import AutogradError, GradientMismatch
 
@@ -174,7 +175,8 @@ class LocalPass(Generic[K]):
                 self._tell_none(recvs)  # those that a node gave no gradient
                 if batch is _LAST:
                     self.gradients, self.done = graph.gradients, True
-        except BaseException:
+        except BaseException as error:
+            add_hint(error)
             empty_queue()
             with self._lock:
                 self.over = True
