@@ -26,7 +26,7 @@ from telegrad.errors import AutogradError, GradientMismatch
 K = TypeVar("K", bound=Hashable)
 Sends = Mapping[K, Sequence[GradientEdge]]
 
-_LAST: Batch[Node] = Batch(Way.LAST, (), ())
+_LAST: Batch[Node] = Batch(Way.LAST)
 
 
 class LocalPass(Generic[K]):
@@ -47,8 +47,7 @@ class LocalPass(Generic[K]):
     over = False  # given up: nothing is delivered any more
     gradients: Mapping[Tensor, Tensor] = {}
     _graph: Graph | None = None  # from the start to the end; the runner's
-    _plan: "Apart[Node] | Plan[Node] | None" = None  # only if something may run before all has been heard
-    _bits: Mapping[K, int] = {}
+    _plan: "Apart[K, Node] | Plan[K, Node] | None" = None  # only if something may run before all has been heard
     _recvs: Iterable[RecvNode] = ()
     _running = False
     _some_dead = False  # whether a tensor of a Send was heard without a gradient
@@ -84,43 +83,41 @@ class LocalPass(Generic[K]):
     def start(self, sends: Sends[K], recvs: Iterable[RecvNode]) -> None:
         """Walk the graph, and tell the Recvs that nothing reaches."""
         graph = Graph(sends.values(), self._tell, self.retain_graph)
-        self._untold = {recv.node: recv for recv in recvs}
         self._recvs = recvs
-        for node in [node for node in self._untold if node not in graph.edges]:
-            self._tell(node, None)
+        self._untold = untold = {recv.node: recv for recv in recvs}
+        if not untold.keys() <= graph.edges.keys():
+            for node in [node for node in untold if node not in graph.edges]:
+                self._tell(node, None)
         with self._lock:
             if self.over:
                 return  # given up meanwhile
             self._unheard = dict(sends)
-            early, self._early = self._early, []
-            for key, gradients in early:
+            for key, gradients in self._early:
                 self._enter(key, gradients)
                 if isinstance(gradients, list):
                     gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
+            self._early.clear()
             if self._unheard and len(sends) > 1:
                 self._make_plan(graph, sends)
             self._graph = graph
 
     def _make_plan(self, graph: Graph, sends: Sends[K]) -> None:
         if graph.parts is not None:
-            self._plan = Apart(graph.parts, self._untold)
+            self._plan = Apart(dict(zip(sends, graph.parts, strict=True)))
         else:
-            entries = [[edge.node for edge in edges] for edges in sends.values()]
+            entries = {key: [edge.node for edge in edges] for key, edges in sends.items()}
             self._plan = Plan(graph.edges, entries, self._untold)
-        self._bits = {key: bit for bit, key in enumerate(sends)}
-        for key, bit in self._bits.items():
+        for key in sends:
             if key not in self._unheard:
-                self._plan.heard(bit)
+                self._plan.heard(key)
 
     def hear(self, key: K, gradients: Gradients | None) -> None:
         """The Send `key` has its gradients, or none will come."""
         with self._lock:
-            if self.over or self.done:
-                return
-            if self._graph is None:
-                self._early.append((key, gradients))
-            else:
+            if self._graph is not None:
                 self._enter(key, gradients)
+            elif not self.over and not self.done:
+                self._early.append((key, gradients))
 
     def _enter(self, key: K, gradients: Gradients | None) -> None:
         """Under the lock: what was heard becomes roots of the next engine call."""
@@ -140,7 +137,7 @@ class LocalPass(Generic[K]):
                     self._roots.append((edge, gradient))
         del self._unheard[key]
         if self._plan is not None:
-            self._plan.heard(self._bits[key])
+            self._plan.heard(key)
 
     def _refuse(self, key: K, gradients: Gradients | None) -> None:
         """Gradients came for what is no Send of this pass, or has been heard."""
@@ -155,10 +152,10 @@ class LocalPass(Generic[K]):
             self._running = True
         try:
             while (taken := self._take()) is not None:
-                batch, roots = taken
                 since = 0.0 if trace.recorder is None else trace.now()
+                batch, roots = taken
                 recvs = list(self._untold) if batch is _LAST else batch.recvs
-                if self._some_dead and recvs:  # a peer may be waiting to hear that nothing comes: before this runs
+                if self._some_dead:  # a peer may be waiting to hear that nothing comes: before this runs
                     reached = reached_from(roots)
                     self._tell_none([node for node in recvs if node not in reached])
                 if batch is _LAST:
@@ -171,9 +168,11 @@ class LocalPass(Generic[K]):
                         self._roots += crossing
                 if since and trace.recorder is not None:
                     trace.recorder.span(f"region ({batch.way.name.lower()})", "backward", since)
-                self._tell_none(recvs)  # those that a node gave no gradient
+                if self._untold:
+                    self._tell_none(recvs)  # those that a node gave no gradient
                 if batch is _LAST:
-                    self.gradients, self.done = graph.gradients, True
+                    self._all_has_run(graph)
+                    return
         except BaseException:
             empty_queue()
             with self._lock:
@@ -186,18 +185,25 @@ class LocalPass(Generic[K]):
         """The next batch and what enters it. With None this thread stops running: within the lock that `hear` takes, so
         that what is heard later finds nobody running."""
         with self._lock:
-            entering = self._roots
-            if self.over or self.done:
+            roots = self._roots
+            if self.over:
                 self._release()
             elif not self._unheard:
                 self._roots = []
-                return _LAST, entering
+                return _LAST, roots
             elif self._plan is not None and (batch := self._plan.take()) is not None:
-                inside = set(batch.nodes)
-                self._roots = [root for root in entering if root[0][0] not in inside]
-                return batch, [root for root in entering if root[0][0] in inside]
+                inside = batch.nodes
+                self._roots = [root for root in roots if root[0][0] not in inside]
+                return batch, [root for root in roots if root[0][0] in inside]
             self._running = False
             return None
+
+    def _all_has_run(self, graph: Graph) -> None:
+        with self._lock:
+            self._running = False
+            if not self.over:
+                self.gradients, self.done = graph.gradients, True
+            self._release()
 
     def abort(self) -> None:
         """Give up and release everything. What is in the engine now still ends, but nothing is delivered any more."""
@@ -209,7 +215,10 @@ class LocalPass(Generic[K]):
     def _release(self) -> None:
         """Under the lock: let go of the graph and of every gradient on its way."""
         self._graph = self._plan = None
-        self._unheard, self._untold, self._roots, self._early, self._recvs = {}, {}, [], [], ()
+        self._recvs = ()
+        for table in (self._unheard, self._untold):
+            table.clear()
+        self._roots, self._early = [], []
 
     def _tell(self, node: Node, gradients: Gradients | None) -> None:
         """A Recv has its gradients: called by the Recv from inside the engine, on whichever thread that is. The engine
