@@ -48,7 +48,7 @@ class SendNode:
         self.message_id = message_id
         self.peer = peer
         # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
-        self.edges: tuple[GradientEdge, ...] = tuple([_edge_of(tensor) for tensor in tensors])
+        self.edges: tuple[GradientEdge, ...] = tuple([edge_of(tensor) for tensor in tensors])
         self.metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
 
     def check(self, gradients: Gradients) -> None:
@@ -78,7 +78,7 @@ class SendNode:
         return f"<SendNode {self.message_id}: {len(self.edges)} tensors to worker {self.peer}>"
 
 
-def _edge_of(tensor: Tensor) -> GradientEdge:
+def edge_of(tensor: Tensor) -> GradientEdge:
     """Where the gradient of a tensor goes. A view of a view made under `no_grad` says that it requires grad, but leads
     nowhere: in one process its gradient is dropped, and so it is here."""
     if tensor.layout is not torch.strided:  # torch asks a view of the tensor, and there is none of a sparse one

@@ -14,6 +14,7 @@ Every call of torch's engine is made by `Graph._call`.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +24,18 @@ from telegrad.autograd.functions import ANCHOR, Gradients, Taker, running_in, ta
 from telegrad.engine.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.cut import cut_before
 from telegrad.engine.leaves import LeafSums, hooks_held, may_share, put_aside, put_back, shared_held, written
-from telegrad.engine.regions import Edges
+from telegrad.engine.regions import Edges, Part
 
 Root = tuple[GradientEdge, Tensor | None]  # None: visited, but with no gradient
+
+
+class Entered(Protocol):
+    """A Send, or the roots of `backward`: where gradients enter the graph."""
+
+    @property
+    def edges(self) -> Sequence[GradientEdge]:
+        """One for each tensor."""
+
 
 _ANCHOR = ANCHOR.node
 _NOTHING_BUT_RECVS = (ANCHOR,)
@@ -37,43 +47,44 @@ class Graph:
     """All nodes that a worker's Sends reach. Only the thread that runs the pass uses it."""
 
     __slots__ = ("_nones", "_retain_graph", "_sums", "_taker", "edges", "gradients", "leaves", "parts")
+    leaves: dict[Node, Tensor]
 
-    def __init__(self, entries: Iterable[Sequence[GradientEdge]], taker: Taker, retain_graph: bool) -> None:
-        """Walk it from the `entries`, those of each Send. Engine calls give the gradients of Recvs to `taker`."""
+    def __init__(self, sends: Iterable[Entered], taker: Taker, retain_graph: bool) -> None:
+        """Walk it from where the gradients of each Send enter. Engine calls give those of Recvs to `taker`."""
         self._taker = taker
         self._retain_graph = retain_graph
         self._sums: LeafSums | None = None  # what closed and cut batches found for leaves
         self._nones = False  # whether a node handed None across a cut
         self.gradients: dict[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
-        self.leaves: dict[Node, Tensor] = {}
+        self.leaves = leaves = {}
         self.edges: dict[Node, Edges[Node]] = {_ANCHOR: ()}
-        # The nodes that each Send reaches, leaves aside; None if two Sends reach the same one.
-        self.parts: list[dict[Node, None]] | None = []
-        self._walk(entries)
-
-    def _walk(self, entries: Iterable[Sequence[GradientEdge]]) -> None:
         edges = self.edges
-        parts: list[dict[Node, None]] = []
+        parts: list[Part[Node]] = []
         apart = True
-        for starts in entries:
-            part: dict[Node, None] = {}
-            stack = [start[0] for start in starts]
-            while stack:
-                node = stack.pop()
-                if node in edges:  # seen before, by this Send or another; the anchor and leaves are anybody's
-                    if edges[node] and parts and apart:
-                        apart = node in part
+        for send in sends:
+            inner: dict[Node, None] = {}
+            ends: list[Node] = []
+            found = [edge[0] for edge in send.edges]
+            for node in found:  # grows; a node may be there more than once
+                if node in edges:  # seen before, by this Send or another
+                    if not edges[node]:
+                        if node is not _ANCHOR:
+                            ends.append(node)
+                    elif node not in inner:
+                        apart = False
                 elif following := node.next_functions:
                     edges[node] = following
-                    part[node] = None
+                    inner[node] = None
                     for child, _ in following:
                         if child is not None:
-                            stack.append(child)
+                            found.append(child)
                 else:
                     edges[node] = ()
                     if (leaf := getattr(node, "variable", None)) is not None:
-                        self.leaves[node] = leaf
-            parts.append(part)
+                        leaves[node] = leaf
+                        ends.append(node)
+            parts.append((inner, ends))
+        # What each Send reaches: its nodes, and leaves; None if two Sends reach the same node, leaves aside.
         self.parts = parts if apart else None
 
     def run_last(self, roots: list[Root]) -> None:
@@ -125,13 +136,13 @@ class Graph:
             edge, gradient = roots.pop(position)
             self._add(edge[0], gradient)
 
-    def run_closed(self, nodes: Iterable[Node], roots: list[Root]) -> None:
-        """Nodes that lead to nothing but each other and leaves; what arrives at the leaves is added to their sums."""
+    def run_closed(self, nodes: Iterable[Node], roots: list[Root], leaves: Iterable[Node] | None = None) -> None:
+        """Nodes that lead to nothing but each other and `leaves`; what arrives at these is added to their sums."""
         if not roots:
             return
-        below: dict[Node, None] = {}
-        if self.leaves:
-            below = {child: None for node in nodes for child, _ in self.edges[node] if child in self.leaves}
+        if leaves is None:
+            leaves = [child for node in nodes for child, _ in self.edges[node] if child in self.leaves]
+        below: dict[Node, None] = dict.fromkeys(leaves)
         found = self._ask(list(below), roots)
         visited: Mapping[Node, object] | None = None
         for leaf, part in zip(below, found, strict=True):

@@ -26,6 +26,7 @@ import msgspec
 K = TypeVar("K", bound=Hashable)
 N = TypeVar("N", bound=Hashable)
 Edges: TypeAlias = Sequence[tuple[N | None, int]]
+Part: TypeAlias = tuple[dict[N, None], Sequence[N]]  # what one Send reaches: nodes, and leaves
 
 
 class Way(enum.Enum):
@@ -57,6 +58,7 @@ class Batch(msgspec.Struct, Generic[N], eq=False):
     way: Way
     nodes: Collection[N] = ()
     recvs: Iterable[N] = ()
+    leaves: Iterable[N] | None = None  # that a closed batch leads to, if that is known
 
 
 def mark(graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]]) -> dict[N, int]:
@@ -88,8 +90,7 @@ class Apart(Generic[K, N]):
 
     __slots__ = ("_heard", "_parts")
 
-    def __init__(self, parts: Mapping[K, dict[N, None]]) -> None:
-        """`parts` are the nodes that each Send reaches, leaves aside."""
+    def __init__(self, parts: Mapping[K, Part[N]]) -> None:
         self._parts = parts
         self._heard: list[K] = []
 
@@ -101,10 +102,11 @@ class Apart(Generic[K, N]):
         """What may run before all has been heard."""
         if not self._heard:
             return None
-        nodes = self._parts[self._heard.pop()]
+        nodes, leaves = self._parts[self._heard.pop()]
         while self._heard:
-            nodes = nodes | self._parts[self._heard.pop()]
-        return Batch(Way.CLOSED, nodes, nodes) if nodes else None
+            more_nodes, more_leaves = self._parts[self._heard.pop()]
+            nodes, leaves = nodes | more_nodes, [*leaves, *more_leaves]
+        return Batch(Way.CLOSED, nodes, nodes, leaves) if nodes else None
 
 
 class Plan(Generic[K, N]):
