@@ -5,6 +5,7 @@
 3. Each worker answers when it has heard all its Sends and run all its regions. When all have, it is done.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,16 @@ from telegrad.engine.service import Service
 from telegrad.errors import AutogradError
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+
+
+class PassProfiler(Layer):
+    """Who has the other workers profile their parts of a pass; a layer above derives this."""
+
+    def profiling(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Around a pass that begins in a thread that is being profiled."""
+        raise NotImplementedError
 
 
 def backward(
@@ -50,8 +60,13 @@ def backward(
     started = _as_roots(context, roots, grad_tensors)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
     pass_ = agent.layer(Service).open(context, retain_graph, seconds)
-    pass_.begin(started)
-    pass_.wait()
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        with agent.layer(PassProfiler).profiling(context):
+            pass_.begin(started)
+            pass_.wait()
+    else:
+        pass_.begin(started)
+        pass_.wait()
     if since and trace.recorder is not None:
         trace.recorder.span("backward", "backward", since, context=context_id)
 

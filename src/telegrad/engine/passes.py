@@ -154,7 +154,10 @@ class Pass(LocalPass[MessageId]):
 
     def run(self) -> None:
         """Run what may run, and see whether that was all."""
-        LocalPass.run(self)
+        if self.context.profile is None:
+            LocalPass.run(self)
+        else:
+            self.context.profile.run(super().run)
         if self.done:
             with self._lock:
                 if self.finished:

@@ -13,6 +13,7 @@ idle for longer goes back to the system.
 
 import bisect
 import ctypes
+import fcntl
 import mmap
 import os
 import threading
@@ -28,6 +29,10 @@ MIN_BLOCK = 64 * 1024
 IDLE_LIMIT = 512 * 2**20  # bytes of unused blocks that a pool keeps for later
 MAX_BLOCK = 64 * 2**30
 MAX_NUMBER = 2**62
+MOST_BLOCKS = 8192  # of one peer that are mapped at a time; the system allows a process some 65,000 mappings in all
+# A block that its sender makes smaller kills whoever reads it (SIGBUS): it is fixed when made, and one that is not is
+# refused.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -106,7 +111,7 @@ class Lender:
         self._idle_bytes = 0
         self._lent: dict[int, Block] = {}
         self._next = 1
-        self._retired: list[int] = []
+        self.untold: list[int] = []  # blocks that were given up, of which the peer does not know yet
         self._regained: dict[int, int] = {}  # lent blocks that tensors here alias again, and how often
         self._released: set[int] = set()  # of those, the ones that the peer has let go of
         self._aliases: dict[int, weakref.ref[Any]] = {}
@@ -138,9 +143,10 @@ class Lender:
         return block
 
     def _create(self, size: int) -> Block:
-        fd = os.memfd_create("telegrad", os.MFD_CLOEXEC)
+        fd = os.memfd_create("telegrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             block = Block(self._next, size, fd)
         except OSError:
             os.close(fd)
@@ -167,7 +173,7 @@ class Lender:
         self._lent_bytes -= block.size
         if self._idle_bytes + block.size > self._idle_limit:
             block.close()
-            self._retired.append(number)
+            self.untold.append(number)
         else:
             block.idle_since = time.monotonic()
             self._idle.setdefault(block.size, []).append(block)
@@ -223,24 +229,19 @@ class Lender:
             for block in gone:
                 block.close()
                 self._idle_bytes -= block.size
-                self._retired.append(block.number)
+                self.untold.append(block.number)
 
     @property
     def has_blocks(self) -> bool:
         """Whether there is a block at all, idle or lent."""
         return bool(self._lent or self._idle)
 
-    @property
-    def has_retired(self) -> bool:
-        """Whether the peer should be told something."""
-        return bool(self._retired)
-
     def retired(self) -> tuple[int, ...]:
         """Blocks the peer should be told to unmap; each is named once."""
-        if not self._retired:
+        if not self.untold:
             return ()
         with self._lock:
-            numbers, self._retired = tuple(self._retired), []
+            numbers, self.untold = tuple(self.untold), []
         return numbers
 
     def close(self) -> None:
@@ -259,6 +260,13 @@ class Lender:
             self._closed = True
 
 
+def _is_sealed(fd: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # not a kind of file that can be sealed
+        return False
+
+
 class Borrower:
     """The receiver's view of one peer's blocks: maps each once, and notes when nothing here uses it any more."""
 
@@ -267,13 +275,17 @@ class Borrower:
         self._by_address: list[tuple[int, int]] = []  # where each block begins, and its number
         self._in_use: dict[int, weakref.ref[Any]] = {}
         # Filled from weakref callbacks, which may run in any thread at any moment: append only, no lock.
-        self._released: deque[int] = deque()
+        self.untold: deque[int] = deque()  # blocks that are free again, of which the peer does not know yet
 
     def map(self, number: int, fd: int, size: int) -> None:
         """Map a block the peer announced. Takes over `fd`."""
         try:
             if not 0 < size <= MAX_BLOCK or size > os.fstat(fd).st_size:
                 raise ProtocolError(f"the peer announced block {number} with {size} bytes, more than it has")
+            if not _is_sealed(fd):
+                raise ProtocolError(f"the peer announced block {number}, which it could still make smaller")
+            if number in self._blocks or len(self._blocks) >= MOST_BLOCKS:
+                raise ProtocolError(f"the peer announced block {number} twice, or more than {MOST_BLOCKS} blocks")
             block = Block(number, size, fd)
             block.fd = -1
             self._blocks[number] = block
@@ -311,24 +323,19 @@ class Borrower:
 
         def freed(_: object, number: int = number) -> None:
             self._in_use.pop(number, None)
-            self._released.append(number)
+            self.untold.append(number)
 
         self._in_use[number] = weakref.ref(alias, freed)
         return alias
 
-    @property
-    def has_released(self) -> bool:
-        """Whether the peer should be told something."""
-        return bool(self._released)
-
     def released(self) -> tuple[int, ...]:
         """Blocks freed since the last time; each is named once."""
-        if not self._released:
+        if not self.untold:
             return ()
         numbers = []
-        while self._released:
+        while self.untold:
             try:
-                numbers.append(self._released.popleft())
+                numbers.append(self.untold.popleft())
             except IndexError:  # another thread took the last one
                 break
         return tuple(numbers)

@@ -179,7 +179,7 @@ class Connection:
             raise TimeoutError("another message is still being written to the peer, which does not take it in")
 
     def _has_notices(self) -> bool:
-        return self._borrower.has_released or (self._lender is not None and self._lender.has_retired)
+        return bool(self._borrower.untold or (self._lender is not None and self._lender.untold))
 
     def _drain_outbox(self) -> list[bytes]:
         held = []
@@ -272,6 +272,8 @@ class Connection:
         if count <= 0:
             return [] if count < 0 else None
         frames = self._reader.received(count)
+        while self.stream.pending:  # else nobody would be told that there is more
+            frames += self._reader.received(max(0, self.stream.receive_into(self._reader.target())))
         for frame in frames:
             if frame.segments or frame.kind == _NOTICE:
                 return self._for_others(frames)
