@@ -25,8 +25,8 @@ METADATA = AutogradMetadata(ContextId(1), MessageId(2))
 FIRST: dict[str, AnyMessage] = {
     "call": PythonCall(7, ADD, 0.0),
     "remote": PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0),
-    "call in a context": RpcWithAutograd(METADATA, PythonCall(7, ADD, 0.0)),
-    "remote in a context": RpcWithAutograd(METADATA, PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0)),
+    "call in a context": RpcWithAutograd(METADATA, PythonCall(7, ADD, 0.0), False),
+    "remote in a context": RpcWithAutograd(METADATA, PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0), False),
 }
 NEXT = PythonCall(7, b"", 0.0)
 

@@ -1,6 +1,7 @@
 """An asyncio loop in a thread of its own, for the coroutines that users' functions return."""
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -14,6 +15,7 @@ class EventLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps no strong reference; its thread alone touches it
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -25,8 +27,10 @@ class EventLoop:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], done: Result, failed: Failure) -> None:
-        """Await a coroutine and pass on what comes of it."""
+    def run(
+        self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context, done: Result, failed: Failure
+    ) -> None:
+        """Await a coroutine in a context of its own and pass on what comes of it."""
 
         async def await_and_pass_on() -> None:
             try:
@@ -34,7 +38,12 @@ class EventLoop:
             except BaseException as error:
                 failed(error)
 
-        asyncio.run_coroutine_threadsafe(await_and_pass_on(), self._loop)
+        def start() -> None:
+            task = self._loop.create_task(await_and_pass_on(), context=context)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(start)
 
     def close(self) -> None:
         """Cancel what still runs and end the thread."""

@@ -3,6 +3,7 @@
 One that returns a coroutine, or is marked to return a Future, is answered when that is done; no thread waits for it.
 """
 
+import contextvars
 import functools
 import threading
 from collections.abc import Mapping
@@ -89,12 +90,14 @@ class CallService(Layer):
         del tensors, payload, value
         if request.scope is None:
             result = func(*args, **kwargs)
-        else:
-            with request.scope():
-                result = func(*args, **kwargs)
-        if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
-            return Later(self, func, result)
-        return result
+            if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
+                return Later(self, func, result)
+            return result
+        with request.scope():
+            result = func(*args, **kwargs)
+            if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
+                return Later(self, func, result)
+            return result
 
     def event_loop(self) -> EventLoop:
         """The loop for coroutines, started when the first comes."""
@@ -110,19 +113,23 @@ class CallService(Layer):
 
 
 class Later:
-    """Instead of a result that is not there yet: that of a coroutine, or of a function that returned a future."""
+    """Instead of a result that is not there yet: that of a coroutine, or of a function that returned a future.
 
-    __slots__ = ("_func", "_result", "_service")
+    Made where the function ran, whose context variables a coroutine keeps: it calls in the context of its caller.
+    """
+
+    __slots__ = ("_context", "_func", "_result", "_service")
 
     def __init__(self, service: CallService, func: Any, result: Any) -> None:
         self._service = service
         self._func = func
         self._result = result
+        self._context = contextvars.copy_context()
 
     def give_to(self, done: Result, failed: Failure) -> None:
         """Call one of the two when the result is there, from whichever thread."""
         if isinstance(self._result, CoroutineType):
-            self._service.event_loop().run(self._result, done, failed)
+            self._service.event_loop().run(self._result, self._context, done, failed)
         else:
             _when_done(self._func, self._result, done, failed)
 
