@@ -253,8 +253,8 @@ def received(cls: type[_RemoteModule], *attributes: Any) -> _RemoteModule:
 
 
 # `requires_grad_` and `zero_grad` of a model walk over parameters, and a RemoteModule has none here: they would pass
-# over it without a word. So once there is a RemoteModule, these two of `nn.Module` go on to the owners. Everything else that
-# a model does to its modules (`train`, `eval`, `to`, `state_dict`) comes by a method of the RemoteModule itself.
+# over it without a word. So once there is a RemoteModule, these two of `nn.Module` go on to the owners. What else a
+# model does to its modules (`train`, `eval`, `to`, `state_dict`) comes by a method of the RemoteModule itself.
 
 _torchs_own = {"requires_grad_": nn.Module.requires_grad_, "zero_grad": nn.Module.zero_grad}
 
