@@ -256,7 +256,7 @@ def received(cls: type[_RemoteModule], *attributes: Any) -> _RemoteModule:
 # over it without a word. So once there is a RemoteModule, these two of `nn.Module` go on to the owners. What else a
 # model does to its modules (`train`, `eval`, `to`, `state_dict`) comes by a method of the RemoteModule itself.
 
-_torchs_own = {"requires_grad_": nn.Module.requires_grad_, "zero_grad": nn.Module.zero_grad}
+_torchs_own: dict[str, Any] = {"requires_grad_": nn.Module.requires_grad_, "zero_grad": nn.Module.zero_grad}
 
 
 @functools.wraps(nn.Module.requires_grad_)
