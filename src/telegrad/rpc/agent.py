@@ -25,7 +25,7 @@ from telegrad.rpc.packing import discard, take_back, unpack_from
 from telegrad.rpc.peers.connect import Connector
 from telegrad.rpc.peers.liveness import Liveness
 from telegrad.rpc.peers.peers import Peers
-from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
+from telegrad.rpc.remote_errors import describe_exception, describe_in_short, rebuild_exception
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.threads.delayed_flush import DelayedFlush
 from telegrad.rpc.threads.io_threads import IoThreads
@@ -44,6 +44,8 @@ from telegrad.wire.tensors import disassemble
 
 if TYPE_CHECKING:
     from telegrad.rpc.job.store_recovery import StoreRecovery
+    from telegrad.rpc.trust.audit import Audit
+    from telegrad.rpc.trust.guard import Guard
 
 log = logging.getLogger("telegrad.rpc")
 # Of functions called from elsewhere; their callers are told anyway.
@@ -77,6 +79,10 @@ class Agent:
         self.helpers = Helpers(f"telegrad-{member.name}")
         self.timer = Timer(f"telegrad-{member.name}")
         self.delayed_flush = DelayedFlush(self.timer)
+        # Set where the peers are not trusted: what they may ask, and a record of what leaves and comes.
+        self.guard: Guard | None = None
+        self.audit: Audit | None = None
+        self.guarded = False  # whether there is either, so that each request is looked at before it is served
         self.layers = layers = Layers()
         self.install, self.layer, self.find_layer = layers.install, layers.layer, layers.find
         self.liveness = Liveness(self)
@@ -142,6 +148,8 @@ class Agent:
             slot.definition = definition
         if trace.recorder is not None:
             trace.recorder.asked(slot, message, packed.payload, tensors, memory)
+        if self.audit is not None:
+            self.audit.sent(member.name, message, packed.payload, tensors, slot.what())
         link.request(slot, message, packed.payload, tensors, memory)
         return slot
 
@@ -173,10 +181,13 @@ class Agent:
             raise slot.take_error()
         frame = slot.frame
         assert frame is not None
+        if self.audit is not None:
+            self.audit.came(slot.link.member.name, frame.message, frame.payload, frame.tensors, slot.what())
         if frame.kind == Kind.FAILURE:
             if type(frame.message) is not ExceptionReply:
                 raise ProtocolError(f"a failure came without an exception: {frame}")
-            raise rebuild_exception(frame.message, frame.payload, frame.take_tensors())
+            payload = frame.payload if self.guard is None else b""
+            raise rebuild_exception(frame.message, payload, frame.take_tensors())
         return frame
 
     def reply_tensors(self, slot: Slot) -> list[torch.Tensor]:
@@ -224,6 +235,8 @@ class Agent:
             return
         served = self._served.get(type(request.message))
         try:
+            if self.guarded and request.message is request.frame.message:  # once: a layer may unwrap it and serve it on
+                self._check(request)
             if served is None:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             if served.counts_as_work:
@@ -231,6 +244,12 @@ class Agent:
             served.handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
             self.fail(request, error)
+
+    def _check(self, request: Request) -> None:
+        if self.audit is not None:
+            self.audit.asked(request)
+        if self.guard is not None:
+            self.guard.check(request)
 
     def received(self, request: Request) -> list[torch.Tensor]:
         """The tensors that came with a request."""
@@ -265,6 +284,8 @@ class Agent:
             take_back(packed)
             self.fail(request, error)
             return
+        if self.audit is not None:
+            self.audit.replied(request, message, packed.payload, tensors)
         request.session.reply(Kind.REPLY, request.frame.request_id, message, packed.payload, tensors, memory, lazy=lazy)
 
     def fail(self, request: Request, error: BaseException) -> None:
@@ -274,7 +295,13 @@ class Agent:
         if request.frame.kind == Kind.NOTICE:
             log.warning("a %s of %s failed: %s", type(request.message).__name__, request.caller.name, error)
             return
-        request.session.reply(Kind.FAILURE, request.frame.request_id, *describe_exception(error, self.info))
+        if self.audit is not None:
+            self.audit.failed(request, error)
+        request.session.reply(Kind.FAILURE, request.frame.request_id, *self.describe(error))
+
+    def describe(self, error: BaseException) -> tuple[Any, ...]:
+        """An error as it travels: whole, or to a peer that is not trusted as little as it needs."""
+        return describe_exception(error, self.info) if self.guard is None else describe_in_short(error, self.info)
 
     def note_activity(self) -> None:
         """A session is being served: see that no thread keeps it for long."""
@@ -312,3 +339,5 @@ class Agent:
         self.io_threads.close()
         self.helpers.close()
         self.peers.forget_all()
+        if self.audit is not None:
+            self.audit.close()

@@ -43,12 +43,14 @@ class CallProfiler(Layer):
 
 def name_of(func: Any) -> str:
     """How a function is called in errors and traces."""
+    if type(func) is str:
+        return func
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
 
 
 def check_call(func: Any, args: Any, kwargs: Any) -> None:
     """Raise TypeError for what cannot be called so."""
-    if not callable(func):
+    if not callable(func) and (type(func) is not str or not func):  # text is the name of an exported function
         raise TypeError(f"function should be callable, got {func!r}")
     if args is not None and type(args) is not tuple and not isinstance(args, Sequence):
         raise TypeError(f"args must be a tuple or a list, got {args!r}; for one argument write args=(x,)")
@@ -160,6 +162,16 @@ def complete_future(slot: Slot) -> None:
 @overload
 def rpc_sync(
     to: Worker,
+    func: str,
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> Any: ...
+@overload
+def rpc_sync(
+    to: Worker,
     func: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]],
     args: tuple[*Ts],
     kwargs: None = None,
@@ -229,7 +241,7 @@ def rpc_sync(
 ) -> T: ...
 def rpc_sync(
     to: Worker,
-    func: Callable[..., Any],
+    func: Callable[..., Any] | str,
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
@@ -241,6 +253,7 @@ def rpc_sync(
     Args:
         to: name, rank or WorkerInfo of the worker; may be this one.
         func: anything callable that can be sent; a function of a module both workers can import is sent by name.
+            Text is the name under which the worker has exported a function (`rpc.export`).
             An `async def` function is awaited on the other worker.
         timeout: seconds to wait; 0 for no limit. By default the `rpc_timeout` of the options.
         retries: how often to run the call again if the worker dies meanwhile; only for functions that may run twice.
@@ -264,6 +277,10 @@ def rpc_sync(
             raise
 
 
+@overload
+def rpc_async(
+    to: Worker, func: str, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Future[Any]: ...
 @overload
 def rpc_async(
     to: Worker,
@@ -315,7 +332,11 @@ def rpc_async(
     to: Worker, func: Callable[..., T], args: list[Any], kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future[T]: ...
 def rpc_async(
-    to: Worker, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Worker,
+    func: Callable[..., Any] | str,
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
     """Like `rpc_sync`, but returns a Future at once; it can be waited for, awaited, and given callbacks."""
     check_call(func, args, kwargs)

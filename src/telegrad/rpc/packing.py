@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from telegrad.wire.codec import Packed, is_flat, pack_flat, pack_object, unpack
+from telegrad.errors import CallRefused
+from telegrad.wire.codec import Packed, is_flat, pack_flat, pack_object, pack_plain, unpack
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -47,6 +48,8 @@ local = _Local()
 
 def pack_for(agent: "Agent", peer: "Member", value: Any, main_by_value: bool) -> Packed:
     """Pack a value that will be sent to `peer`."""
+    if agent.guard is not None:
+        return pack_plain(value)
     flat = pack_flat(value)
     if flat is not None:  # tensors and numbers alone: nothing in it is counted
         return flat
@@ -74,6 +77,8 @@ def unpack_from(agent: "Agent", peer: "Member", payload: Any, tensors: list[torc
     """Unpack a value that came from `peer`."""
     if is_flat(payload):
         return unpack(payload, tensors)
+    if agent.guard is not None:
+        raise CallRefused("rule 'no pickle': a value came pickled; it was not read")
     crossing = Crossing(agent, peer)
     before, local.crossing = local.crossing, crossing
     try:
@@ -96,6 +101,8 @@ def discard(agent: "Agent", peer: "Member", payload: Any, tensors: list[torch.Te
 
 
 def _discard(crossing: Crossing, payload: Any, tensors: list[torch.Tensor]) -> None:
+    if crossing.agent.guard is not None:
+        return  # nothing pickled is ever read, and plain data has nothing that was counted
     for layer in crossing.agent.layers:
         try:
             layer.on_discard(payload, tensors)

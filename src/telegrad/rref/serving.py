@@ -64,7 +64,7 @@ def serve_creation(references: References, request: Request) -> None:
 
     def failed(error: BaseException) -> None:
         agent.reply(request, Ack())
-        value.fail(RemoteFailure(error, agent.info))
+        value.fail(RemoteFailure(agent.describe(error)))
 
     try:
         result = run_call(agent, request, call)

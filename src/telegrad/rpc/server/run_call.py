@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from telegrad.errors import ProtocolError, TelegradError
+from telegrad.errors import CallRefused, ProtocolError, SerializationError, TelegradError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.layer import Layer, Served
@@ -23,7 +23,8 @@ from telegrad.rpc.packing import discard, pack_for, unpack_from
 from telegrad.rpc.server.definitions import Definition
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.server.session import Session
-from telegrad.wire.codec import EMPTY_CALL, Packed, pack, unpack
+from telegrad.rpc.trust.exports import NAMED, definition_of, find_export, name_of_export
+from telegrad.wire.codec import EMPTY_CALL, Packed, pack, pack_plain, unpack
 from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
@@ -39,6 +40,8 @@ Failure = Callable[[BaseException], None]
 def pack_call(agent: Agent, link: Link, func: Any, args: Any, kwargs: Any) -> tuple[int, bytes, bytes, Packed]:
     """A call to be sent: number of the function, its definition if needed now, if sent again, and the arguments."""
     args = tuple(args) if args else ()
+    if type(func) is str or agent.guard is not None:
+        return _pack_named(link, func, args, kwargs)
     if isinstance(func, _BY_NAME):
         known = link.functions.get(func)
         new = known is None
@@ -52,6 +55,24 @@ def pack_call(agent: Agent, link: Link, func: Any, args: Any, kwargs: Any) -> tu
             return number, full if new else b"", full, packed
     packed = pack_for(agent, link.member, (_sendable(func), args, kwargs or {}), link.main_by_value)
     return _NOT_NUMBERED, b"", b"", packed
+
+
+def _pack_named(link: Link, func: Any, args: Any, kwargs: Any) -> tuple[int, bytes, bytes, Packed]:
+    """The same for a function that is called by the name it was exported under, with plain data."""
+    name = func if type(func) is str else name_of_export(func)
+    if name is None:
+        raise SerializationError(
+            f"{func!r} cannot be sent: this worker exchanges plain data only (exports_only). Give the name under which "
+            "the other worker has exported it"
+        )
+    packed = pack_plain((args, dict(kwargs or {}))) if args or kwargs else EMPTY_CALL
+    known = link.functions.get(func)
+    if known is None:
+        link.connection()
+        full = definition_of(name)
+        return link.next_function_number(), full, full, packed
+    number, full = known
+    return number, b"", full, packed
 
 
 def remember_function(link: Link, func: Any, number: int, definition: bytes) -> None:
@@ -119,6 +140,8 @@ def resolve(session: Session, number: int) -> Any:
     if function is None:
         raise ProtocolError(f"call of function number {number}, which was never defined on this link")
     if type(function) is Definition:
+        if function.payload[:1] == NAMED or session.agent.guard is not None:
+            return find_export(function.payload, session.member.name).function  # each time: it may be withdrawn
         function = functions[number] = unpack(function.payload, [])
     return function
 
@@ -149,6 +172,8 @@ def run_call(agent: Agent, request: Request, call: PythonCall | PythonRemoteCall
     except BaseException:
         discard(agent, request.caller, frame.payload, frame.take_tensors())
         raise
+    if func is None and agent.guard is not None:
+        raise CallRefused("rule 'exports only': a function came by value; call exported names alone")
     tensors = agent.received(request)
     if call.function:
         args, kwargs = unpack_from(agent, request.caller, frame.payload, tensors)

@@ -272,8 +272,10 @@ class Session:
         elif lazy:
             self.agent.delayed_flush.within(LAZY, connection)
             hold = True
+        guard = self.agent.guard
+        deadline = None if guard is None else time.monotonic() + guard.limits.patience
         try:
-            return connection.send(frame[0], frame[1], 0, *frame[2:], hold=hold)
+            return connection.send(frame[0], frame[1], 0, *frame[2:], deadline=deadline, hold=hold)
         except (OSError, ValueError):
             log.debug("a reply to %s waits for its next connection", self.member.name)
             return None
