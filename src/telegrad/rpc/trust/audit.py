@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from telegrad.errors import CallRefused
-from telegrad.rpc.server.definitions import Definition
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.layer import Layer
+from telegrad.rpc.request import Request
 from telegrad.rpc.trust.exports import name_in
 from telegrad.wire.messages import (
     ExceptionReply,
@@ -50,7 +50,7 @@ _WHAT: dict[type, str] = {
 }
 
 
-class Audit:
+class Audit(Layer):
     """Writes the records of one worker. Any thread may call it."""
 
     def __init__(self, worker: str, target: str | os.PathLike[str] | logging.Logger) -> None:
@@ -122,7 +122,7 @@ class Audit:
             if self._file is not None:
                 os.write(self._file, line.encode() + b"\n")  # one write: records of several processes do not mix
 
-    def close(self) -> None:
+    def on_close(self) -> None:
         """The worker ends."""
         with self._lock:
             if self._file is not None:
@@ -146,7 +146,6 @@ def _function(request: Request) -> str:
     number = getattr(call, "function", None)
     if number is None:
         return type(call).__name__
-    found = request.session.functions.get(number)
-    if type(found) is Definition:
-        return name_in(found.payload) or "(not looked up)"
-    return getattr(found, "name", None) or getattr(found, "__qualname__", None) or f"number {number}"
+    name = name_in(request.session.functions.definition(number) or b"")
+    found = request.session.functions.found.get(number)
+    return name or getattr(found, "__qualname__", None) or f"number {number}"

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar, overload
 
-from telegrad.errors import CallRefused
+from telegrad.errors import CallRefused, SerializationError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -89,12 +89,20 @@ def withdraw(name: str) -> None:
             _names.pop(entry.function, None)
 
 
-def name_of_export(function: Any) -> str | None:
-    """The name a function is exported under here, if it is."""
+def exported_name(function: Any) -> str:
+    """How to call a function that the other worker has exported; SerializationError if that is not known."""
+    if type(function) is str:
+        return function
     try:
-        return _names.get(function)
+        name = _names.get(function)
     except TypeError:  # not hashable
-        return None
+        name = None
+    if name is None:
+        raise SerializationError(
+            f"{function!r} cannot be sent: this worker exchanges plain data only (exports_only). Give the name under "
+            "which the other worker has exported it"
+        )
+    return name
 
 
 def find_export(definition: bytes, caller: str) -> Export:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from telegrad.errors import CallRefused
 from telegrad.ids import worker_of
 from telegrad.rpc.layer import Layer
-from telegrad.rpc.server.definitions import Definition
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.rpc.trust.audit import Audit
 from telegrad.rpc.trust.exports import Limits, find_export
 from telegrad.rpc.trust.rate import TokenBucket
@@ -126,10 +125,10 @@ class Guard:
             return
         if type(call) not in (PythonCall, PythonRemoteCall):
             raise CallRefused(f"rule 'exports only': a {type(call).__name__} is not served here")
-        found = request.session.functions.get(call.function)
-        if type(found) is Definition:
-            find_export(found.payload, request.caller.name)
-        elif found is None:
+        definition = request.session.functions.definition(call.function)
+        if definition is not None:
+            find_export(definition, request.caller.name)
+        else:
             raise CallRefused("rule 'exports only': a function came by value; call exported names alone")
         if type(call) is PythonRemoteCall:
             _check_own(call.rref_id, request.caller)
@@ -158,12 +157,22 @@ class Guard:
 
 
 def install_guard(agent: "Agent") -> None:
-    """Put on an agent what its options ask for."""
-    if agent.options.exports_only:
-        agent.guard = Guard(agent, agent.options.limits)
-    if agent.options.audit is not None:
-        agent.audit = Audit(agent.info.name, agent.options.audit)
-    agent.guarded = agent.guard is not None or agent.audit is not None
+    """Put on an agent what its options ask for. Before it is started: sessions and links look once."""
+    options, layers = agent.options, agent.layers
+    guard = Guard(agent, options.limits) if options.exports_only else None
+    audit = None if options.audit is None else Audit(agent.info.name, options.audit)
+    if audit is not None:
+        agent.install(audit)
+
+    def look(request: Request) -> None:
+        if audit is not None:
+            audit.asked(request)
+        if guard is not None:
+            guard.check(request)
+
+    if guard is not None or audit is not None:
+        layers.before_serving = look
+    layers.plain, layers.audit = guard is not None, audit
 
 
 def _held_bytes(request: Request) -> int:
