@@ -1,7 +1,7 @@
 """A TCP store of torch's lives in the process of one worker and ends with it. Here it is opened, joined and watched.
 
-Whoever may open it tries to take the port: one gets it, the others connect. A bare connection beside torch's own tells
-when the store has ended: torch's client would find out only by being used, and would complain on stderr.
+Whoever may open it tries to take the port: one gets it, the others connect (`store_client.py`). A bare connection beside
+that one tells when the store has ended, which a client that is not being used would not notice.
 
 That connection goes to a beacon: a socket beside the store that listens, says nothing and ends with it. The store
 itself looks up the name of whoever connects, and everyone waits while it does; a resolver that does not answer takes
@@ -10,20 +10,26 @@ IPv6, which a socket for both sees, are not found in the hosts file.
 """
 
 import errno
+import logging
 import os
 import socket
 import time
 import weakref
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore, TCPStore
+
+from telegrad.errors import RendezvousError
+from telegrad.rpc.job.port_holder import listens_in_this_process, who_listens
+from telegrad.rpc.job.store_client import NotAStore, StoreClient
+
+log = logging.getLogger("telegrad.rpc")
 
 _CONNECT_SECONDS = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
-_LISTENING = "0A"  # in /proc/net/tcp
+_FIRST_NOTICE = 5.0  # seconds of waiting after which a line says for what
 _BEACON = "telegrad/beacon"
 _BEACON_LOOKS = 50
 
@@ -52,29 +58,72 @@ def is_launchers(place: Place) -> bool:
 
 def place_of(store: Any) -> Place | None:
     """Where a store is, if it is one that ends with a worker."""
-    place = (store.host, store.port) if isinstance(store, TCPStore) else None
+    place = _address(store)
     return None if place is None or is_launchers(place) else place
 
 
-def open_or_join(place: Place, *, opens: bool, seconds: float) -> TCPStore:
+def _address(store: Any) -> Place | None:
+    return (store.host, store.port) if isinstance(store, TCPStore | StoreClient) else None
+
+
+def describe(store: Any) -> str:
+    """A store in words."""
+    place = _address(store)
+    if place is not None:
+        return f"{place[0]}:{place[1]}"
+    return str(store.path) if isinstance(store, FileStore) else f"the given {type(store).__name__}"
+
+
+def may_begin(store: Any) -> bool:
+    """Whether a job may begin in this store: in one that was opened here or is kept for all, and not in one that
+    another process opened, which has begun its job there already or is a stranger's."""
+    if not isinstance(store, StoreClient):
+        return True
+    return is_launchers((store.host, store.port)) or listens_in_this_process(store.port)
+
+
+def namespace(store: Any) -> str:
+    """The part of a store that belongs to this job. A launcher's store outlives its workers: torchrun starts all of them
+    again after a failure, and with another number of them when nodes come or go, and none of those before counts."""
+    place = _address(store)
+    if place is None or not is_launchers(place):
+        return "telegrad"
+    attempt, size = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE"))
+    return f"telegrad/attempt {attempt} of {size}"
+
+
+def open_or_join(place: Place, *, opens: bool, seconds: float) -> Any:
     """The store at `place`, opened here if `opens` and nobody else was quicker. TimeoutError at the deadline."""
-    deadline = time.monotonic() + seconds
-    pause = _FIRST_PAUSE
+    began = time.monotonic()
+    pause, next_notice = _FIRST_PAUSE, began + _FIRST_NOTICE
     while True:
-        left = deadline - time.monotonic()
+        now = time.monotonic()
+        left = began + seconds - now
         try:
             return attempt(place, opens=opens, seconds=max(left, 1e-3))
+        except NotAStore as error:
+            # It may be a store that is only about to be opened, but not for whoever would open it.
+            if opens or left <= 0 or not error.is_silent:
+                raise _held(place, error) from error
         except OSError as error:
             if left <= 0:
                 raise TimeoutError(f"{place[0]}:{place[1]}: {error}") from error
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        if now >= next_notice:
+            log.warning("waiting for the rendezvous store at %s:%d since %.0f s", *place, now - began)
+            next_notice = now + (now - began)
+        time.sleep(min(pause, max(left, 0.0)))
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def attempt(place: Place, *, opens: bool, seconds: float) -> TCPStore:
+def _held(place: Place, error: NotAStore) -> RendezvousError:
+    holder = who_listens(place[1]) if is_here(place[0]) else None
+    by = "another program" if holder is None else holder
+    return RendezvousError(f"port {place[1]} of {place[0]} is held by {by}: {error}. Give this job another port")
+
+
+def attempt(place: Place, *, opens: bool, seconds: float) -> Any:
     """The store at `place`, opened or joined now. OSError if there is none, and none can be opened here."""
     host, port = place
-    limit = timedelta(seconds=seconds)
     if opens:
         taken = _take(place)
         if taken is not None:
@@ -83,16 +132,14 @@ def attempt(place: Place, *, opens: bool, seconds: float) -> TCPStore:
                 host,
                 port,
                 is_master=True,
-                timeout=limit,
+                timeout=timedelta(seconds=seconds),
                 wait_for_workers=False,
                 multi_tenant=True,
                 master_listen_fd=taken.detach(),
             )
             _light_beacon(store, host)
             return store
-    if not _listens_here(port):  # torch's client would say on stderr that nobody is there
-        watch(place, min(seconds, _CONNECT_SECONDS)).close()
-    return TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+    return StoreClient(host, port, connect_seconds=min(seconds, _CONNECT_SECONDS), timeout=seconds)
 
 
 def _take(place: Place) -> socket.socket | None:
@@ -120,27 +167,13 @@ def _is_ipv4(host: str) -> bool:
     return True
 
 
-def _listens_here(port: int) -> bool:
-    """Whether a process of this machine is known to listen at `port`. Costs no connection."""
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            _, local, _, state, *_ = line.split()
-            if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
-                return True
-    return False
-
-
 def _light_beacon(store: TCPStore, host: str) -> None:
     beacon = _listener((host, 0))  # those who connect stay in its backlog, and are never accepted
     weakref.finalize(store, beacon.close)
     store.set(_BEACON, str(beacon.getsockname()[1]))
 
 
-def watch_store(store: TCPStore, place: Place) -> socket.socket:
+def watch_store(store: Any, place: Place) -> socket.socket:
     """A connection that ends when the store at `place` does."""
     for _ in range(_BEACON_LOOKS):  # whoever opened the store is about to say where
         if store.check([_BEACON]):
