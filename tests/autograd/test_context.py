@@ -1,7 +1,6 @@
 """A context on its own: what it remembers, what it says of late messages, and what is left when it has ended."""
 
 import pickle
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry, current, within
 from telegrad.errors import AutogradError, ContextFailed, ContextNotFound, WorkerDied
 from telegrad.ids import GENERATION_BITS, LOCAL_BITS, ContextId, MessageId, PassId, WorkerId, draw_incarnation, make_id
+from telegrad.rpc.layer import Layers
 from telegrad.wire.messages import Ping, PythonCall, RpcWithAutograd
 
 PEER = WorkerId(1)
@@ -154,15 +154,14 @@ def test_repr() -> None:
 def make_agent(generation: int = 0) -> Any:
     """As much of an agent as the autograd layer touches."""
     member = SimpleNamespace(worker_id=WorkerId(3), incarnation=draw_incarnation(generation))
-    hooks: list[Callable[..., Any]] = []
+    layers = Layers()
     return SimpleNamespace(
         member=member,
         info=SimpleNamespace(name="worker3"),
-        extensions={},
-        call_hooks=hooks,
-        handlers={},
-        on_late_reply=[],
-        on_close=[],
+        layers=layers,
+        install=layers.install,
+        layer=layers.layer,
+        find_layer=layers.find,
     )
 
 
@@ -196,10 +195,10 @@ def test_the_memory_of_ended_contexts_is_bounded() -> None:
 def test_closing_an_agent_ends_its_contexts() -> None:
     agent = make_agent()
     install(agent)
-    registry: Registry = agent.extensions[Registry]
+    registry = agent.layer(Registry)
     context = registry.open(strict=True)
-    for close in agent.on_close:
-        close()
+    for layer in agent.layers:
+        layer.on_close()
     assert context.ended
     assert len(registry) == 0
     assert registry.strict_context() is None

@@ -134,7 +134,7 @@ def belongings() -> dict[str, int]:
         "requests": len([what for what in agent.under_way() if "belongings" not in what]) - 1,  # this call aside
         "overdue": sum(link.pending.has_overdue for link in agent.peers.links()),
         "contexts": len(registry_of(agent)),
-        "passes": len(agent.extensions[Service].passes()),
+        "passes": len(agent.layer(Service).passes()),
         "references": len(references.owned) + len(references.used) + len(references.values),
     }
 

@@ -119,7 +119,7 @@ def end_context(context_id: int) -> None:
 
 def held() -> dict[str, Any]:
     """What passes hold on a worker: those that run, and the graph of one that does not."""
-    service: Service = require_agent().extensions[Service]
+    service: Service = require_agent().layer(Service)
     return {
         "running": [repr(p) for p in service.passes() if not p.finished],
         "holding": [repr(p) for p in service.passes() if p.finished and p._local is not None],

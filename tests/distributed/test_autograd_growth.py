@@ -70,7 +70,7 @@ def step(number: int) -> None:
 def held() -> dict[str, Any]:
     """What is on a worker now, of all that a step makes."""
     gc.collect()
-    service: Service = require_agent().extensions[Service]
+    service: Service = require_agent().layer(Service)
     asked = [slot.what() for link in require_agent().peers.links() for slot in link.pending.snapshot()]
     kinds = (Tensor, SendNode, RecvNode, Pass)
     alive = dict.fromkeys((kind.__name__ for kind in kinds), 0)

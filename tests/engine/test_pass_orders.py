@@ -18,25 +18,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from telegrad.autograd.attach import AutogradLayer
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry
-from telegrad.engine.cleanup import end_context, serve_cleanup
+from telegrad.engine import EngineLayer
+from telegrad.engine.cleanup import end_context
 from telegrad.engine.roll import Roll
 from telegrad.engine.service import Service
 from telegrad.errors import WorkerDied
 from telegrad.ids import ContextId, WorkerId, draw_incarnation
 from telegrad.rpc.client.pending import FOREVER, Slot
+from telegrad.rpc.layer import Layers
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import (
-    AbortPass,
     AnyMessage,
-    BeginPass,
-    CleanupAutogradContext,
-    ParticipantDied,
-    PropagateGradients,
-    TooLateForPass,
 )
 from tests.exploring import Chance, SeenBefore, explore
 
@@ -60,20 +57,15 @@ class Worker:
         self.heard_dead: set[str] = set()
         self.asked: dict[str, list[Slot]] = {}  # without a reply yet, by worker
         self.tasks: deque[Callable[[], None]] = deque()  # what its I/O threads has yet to do
-        self.extensions: dict[type, Any] = {}
+        layers = Layers()
+        self.layer, self.find_layer = layers.layer, layers.find
         self.directory = SimpleNamespace(by_id=lambda worker: world.workers[worker].member)
         self.io_threads = SimpleNamespace(submit=self.submit)
-        self.registry = self.extensions[Registry] = Registry(self)  # type: ignore[arg-type]
-        self.service = self.extensions[Service] = Service(self)  # type: ignore[arg-type]
+        layers.install(AutogradLayer(self))  # type: ignore[arg-type]
+        layers.install(EngineLayer(self))  # type: ignore[arg-type]
+        self.registry, self.service = layers.layer(Registry), layers.layer(Service)
+        self.served = layers.served
         self.weight = torch.tensor([2.0 + number], requires_grad=True)
-        self.handlers: dict[type, Callable[[Any], None]] = {
-            BeginPass: self.service.serve_begin,
-            PropagateGradients: self.service.serve_gradients,
-            TooLateForPass: self.service.serve_too_late,
-            AbortPass: self.service.serve_abort,
-            ParticipantDied: self.service.serve_participant_died,
-            CleanupAutogradContext: lambda request: serve_cleanup(self, request),  # type: ignore[arg-type]
-        }
 
     @property
     def context(self) -> Context:
@@ -128,7 +120,7 @@ class Worker:
     def take_request(self, caller: Member, message: AnyMessage, tensors: list[Tensor], slot: Slot | None) -> None:
         request = SimpleNamespace(message=message, tensors=tensors, slot=slot, caller=caller, answered=False)
         try:
-            self.handlers[type(message)](request)
+            self.served[type(message)].handler(request)
         except Exception as error:
             self.fail(request, error)
 

@@ -15,6 +15,7 @@ from telegrad.engine.passes import Pass
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError, GradientMismatch, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, draw_incarnation, make_id
+from telegrad.rpc.layer import Layers
 
 HERE, PEER, ROOT = WorkerId(0), WorkerId(1), WorkerId(2)
 SENT, RECEIVED, LATER = MessageId(1), MessageId(2), MessageId(3)
@@ -25,9 +26,11 @@ class Quiet(Service):
 
     def __init__(self) -> None:
         member = SimpleNamespace(worker_id=HERE, incarnation=draw_incarnation(0))
-        agent: Any = SimpleNamespace(member=member, info=SimpleNamespace(name="worker0"), extensions={})
+        agent: Any = SimpleNamespace(member=member, info=SimpleNamespace(name="worker0"))
         agent.directory = SimpleNamespace(by_id=lambda _: None)
-        agent.extensions[Registry] = Registry(agent)
+        layers = Layers()
+        agent.layer, agent.find_layer = layers.layer, layers.find
+        layers.install(Registry(agent))
         super().__init__(agent)
         self.said: list[tuple[Any, ...]] = []
 

@@ -14,6 +14,7 @@ import torch
 import telegrad
 from telegrad import rpc
 from telegrad.errors import AlreadyInitialized, RendezvousError, WorkerDied
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -133,3 +134,39 @@ def test_a_worker_cannot_start_a_cluster_of_its_own() -> None:
     with telegrad.local_cluster(workers=1):  # noqa: SIM117
         with pytest.raises(AlreadyInitialized), telegrad.local_cluster(workers=2):
             pass
+
+
+def test_a_killed_worker_is_started_again_as_often_as_it_takes(capfd: pytest.CaptureFixture[str]) -> None:
+    with telegrad.local_cluster(workers=3, restart=True) as cluster:
+        for _ in range(2):
+            before = rpc.rpc_sync("worker1", os.getpid)
+            cluster.kill("worker1")
+            after = rpc.rpc_sync("worker1", os.getpid, retries=2)
+            assert before != after == cluster.pid("worker1")
+        with pytest.raises(WorkerDied, match="worker2"):
+            rpc.rpc_sync("worker2", os._exit, args=(3,))
+        assert rpc.rpc_sync("worker2", abs, args=(-1,), retries=2) == 1
+    assert "[worker2] ended with status 3" in capfd.readouterr().err
+
+
+def test_a_worker_that_never_joins_again_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
+    with telegrad.local_cluster(workers=2, restart=True) as cluster:
+        cluster._env = {**cluster._env, "PYTHONHOME": "/nowhere"}
+        cluster.kill("worker1")
+        said = ""
+
+        def given_up() -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return "is not started again" in said
+
+        wait_until(given_up, 20)
+
+
+def test_a_worker_on_its_way_back_does_not_hold_up_the_end() -> None:
+    began = time.monotonic()
+    with telegrad.local_cluster(workers=2, restart=True) as cluster:
+        old = cluster.pid("worker1")
+        cluster.kill("worker1")
+        wait_until(lambda: cluster.pid("worker1") != old)
+    assert time.monotonic() - began < 20

@@ -9,7 +9,7 @@ from typing import Any
 from telegrad.ids import WorkerId, draw_incarnation
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.calls import start_call, wait_for_value
-from telegrad.rpc.job.barrier import register_handlers
+from telegrad.rpc.job.join import install_own_layers
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Listeners, host_identity
@@ -44,7 +44,7 @@ def start_agent(name: str, worker_id: int, **options: Any) -> Agent:
         name, WorkerId(worker_id), incarnation, tuple(listeners.addresses), os.getpid(), host=host_identity()
     )
     agent = Agent(member, b"told to all", given, listeners)
-    register_handlers(agent)
+    install_own_layers(agent)
     agent.start()
     agent.liveness.start()
     return agent

@@ -19,6 +19,7 @@ from telegrad.errors import WorkerDied
 from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.pending import FOREVER, Slot
+from telegrad.rpc.layer import Layers, Served
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
@@ -131,6 +132,8 @@ class World:
             "closing": False,
         }
         shared["delayed_flush"] = SimpleNamespace(within=lambda _, end: end.flush())
+        layers = Layers()
+        layers.served[CleanupAutogradContext] = Served(self.serve, deferrable=True)
         self.link = Link(
             SimpleNamespace(  # type: ignore[arg-type]
                 connector=SimpleNamespace(dial=self.dial),
@@ -144,7 +147,11 @@ class World:
         )
         self.session = Session(
             SimpleNamespace(  # type: ignore[arg-type]
-                serve=self.serve, peers=SimpleNamespace(session_lost=_nothing), note_activity=_nothing, **shared
+                serve=self.serve,
+                layers=layers,
+                peers=SimpleNamespace(session_lost=_nothing),
+                note_activity=_nothing,
+                **shared,
             ),
             CALLER,
             False,
@@ -222,7 +229,7 @@ class World:
     def take(self, wire: Wire) -> None:
         """As `Session._serve` does with one frame."""
         self.session._take(_frame(wire.to_callee.popleft()))
-        self.session._serve_unhurried()
+        self.session._serve_deferred()
 
     def read(self, wire: Wire) -> None:
         """As `ReplyReader._receive` does with one frame."""

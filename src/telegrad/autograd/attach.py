@@ -1,4 +1,4 @@
-"""What a call records: hooks that see each call leave and arrive, and tie its tensors into the context.
+"""What a call records: the layer that sees each call leave and arrive, and ties its tensors into the context.
 
     caller                                  callee
     tensors -> Send m1 --- RpcWithAutograd --> Recv m1 -> tensors
@@ -8,7 +8,9 @@ A call outside any context passes untouched. One inside is always wrapped, even 
 function may use parameters, or call on to others, and both must happen in the caller's context.
 """
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,8 @@ from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry, current, registry_of, within
 from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
-from telegrad.rpc.agent import Agent, OnReply
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.layer import OnReply, Served
 from telegrad.rpc.server.request import Request
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
@@ -35,20 +38,10 @@ from telegrad.wire.specs import Flag
 _CALLS = {PythonCall, PythonRemoteCall, RRefFetch}
 
 
-def install(agent: Agent) -> None:
-    """Put the autograd layer on an agent."""
-    registry = Registry(agent)
-    agent.extensions[Registry] = registry
-    agent.call_hooks.append(partial(record_call, registry))
-    agent.handlers[RpcWithAutograd] = partial(serve_recorded, agent)
-    agent.on_late_reply.append(lambda frame, sender: note_orphan(registry, frame, sender))
-    agent.on_close.append(registry.end_all)
-
-
 def record_call(
     registry: Registry, to: WorkerId, message: AnyMessage, tensors: list[Tensor]
 ) -> tuple[AnyMessage, OnReply] | None:
-    """The hook on calls going out."""
+    """A call goes out: wrapped if it is made in a context."""
     context = current.get()
     if context is None:
         _check_strict(registry, to, tensors)
@@ -146,7 +139,7 @@ def serve_recorded(agent: Agent, request: Request) -> None:
     caller = request.caller.worker_id
     context.participants.add(caller)
     if agent.is_dead(request.caller):  # its end was told before it was known to have a part in this
-        registry.lost(request.caller)
+        registry.participant_lost(request.caller)
     message_id = message.metadata.message_id
     if _has_gradients(request.frame):
         # Before anything else can fail: its Send must hear from here, with or without a Recv.
@@ -181,3 +174,22 @@ def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
 def _has_gradients(frame: Frame) -> bool:
     """Whether a message has tensors that require grad, so that there is a Send that waits to hear."""
     return any(spec.flags & Flag.REQUIRES_GRAD for spec in frame.tensors)
+
+
+class AutogradLayer(Registry):
+    """The contexts of an agent, with what records calls in them."""
+
+    def messages(self) -> Mapping[type[Any], Served]:
+        """Calls that are recorded."""
+        return {RpcWithAutograd: Served(partial(serve_recorded, self.agent))}
+
+    wrap_call = record_call  # not by way of a method: it is on the path of every call
+
+    def on_late_reply(self, frame: Frame, sender: WorkerId) -> None:
+        """Its tensors are lost, and their Send must hear so."""
+        note_orphan(self, frame, sender)
+
+
+def install(agent: Agent) -> None:
+    """Put the autograd layer on an agent."""
+    agent.install(AutogradLayer(agent))

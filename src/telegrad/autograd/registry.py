@@ -6,7 +6,7 @@ user starts begins outside any.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 from telegrad.autograd.context import Context
@@ -23,6 +23,7 @@ from telegrad.ids import (
 )
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.autograd")
@@ -32,7 +33,19 @@ current: ContextVar[Context | None] = ContextVar("telegrad_context", default=Non
 _ENDED_MEMORY = 4096
 
 
-class Registry:
+class ContextEngine(Layer):
+    """What contexts ask of the layer that runs passes over them; it derives from this."""
+
+    def end_everywhere(self, context_id: ContextId) -> None:
+        """Forget a context here and on all workers it reached."""
+        raise NotImplementedError
+
+    def participant_lost(self, member: Member) -> None:
+        """A worker that is known to be dead turns out to have a part in a context here."""
+        raise NotImplementedError
+
+
+class Registry(Layer):
     """The contexts of one agent."""
 
     def __init__(self, agent: Agent) -> None:
@@ -47,9 +60,6 @@ class Registry:
         self._strict: dict[ContextId, None] = {}  # those of this worker's own that are strict
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
         self._ended: dict[ContextId, None] = {}
-        # Ends a context on all workers it reached; the engine, a layer above, puts its own way here.
-        self.end_everywhere: Callable[[ContextId], object] = self.end
-        self.lost: Callable[[Member], object] = lambda _: None  # and here what it does about the end of a worker
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -108,7 +118,21 @@ class Registry:
             context.clear()
         return context
 
-    def end_all(self) -> None:
+    def end_everywhere(self, context_id: ContextId) -> None:
+        """End a context of this worker's own, on all workers it reached."""
+        engine = self.agent.find_layer(ContextEngine)
+        if engine is None:
+            self.end(context_id)
+        else:
+            engine.end_everywhere(context_id)
+
+    def participant_lost(self, member: Member) -> None:
+        """A worker that is known to be dead turns out to have a part in a context here."""
+        engine = self.agent.find_layer(ContextEngine)
+        if engine is not None:
+            engine.participant_lost(member)
+
+    def on_close(self) -> None:
         """The worker shuts down: nothing of any context is of use any more."""
         for context in self.contexts():
             self.end(context.context_id)
@@ -135,8 +159,7 @@ class within:  # noqa: N801 - used like a function; a class, because it is on th
 
 def registry_of(agent: Agent) -> Registry:
     """The registry of an agent."""
-    registry: Registry = agent.extensions[Registry]
-    return registry
+    return agent.layer(Registry)
 
 
 def registry() -> Registry:

@@ -1,39 +1,66 @@
 """The distributed backward pass."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from telegrad.autograd.attach import install as install_autograd
-from telegrad.autograd.registry import registry_of
+from telegrad.autograd.registry import ContextEngine
 from telegrad.engine.backward import backward, backward_async
 from telegrad.engine.cleanup import end_context, serve_cleanup
-from telegrad.engine.rref_backward import install as install_rref_backward
+from telegrad.engine.rref_backward import backward_from, serve_backward
 from telegrad.engine.service import Service
+from telegrad.ids import ContextId
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.layer import Served
+from telegrad.rpc.workers import Member
+from telegrad.rref.reference import BackwardRunner, RRef
 from telegrad.wire.messages import (
     AbortPass,
     BeginPass,
     CleanupAutogradContext,
     ParticipantDied,
     PropagateGradients,
+    RRefBackward,
     TooLateForPass,
 )
 
-__all__ = ["backward", "backward_async", "end_context", "install"]
+__all__ = ["EngineLayer", "backward", "backward_async", "end_context", "install"]
+
+
+class EngineLayer(Service, ContextEngine, BackwardRunner):
+    """The passes of an agent, with all that they answer, and what the layers below ask of them."""
+
+    def messages(self) -> Mapping[type[Any], Served]:
+        """Passes and their ends, the ends of contexts, and passes that begin at a reference."""
+        return {
+            BeginPass: Served(self.serve_begin),
+            PropagateGradients: Served(self.serve_gradients),
+            TooLateForPass: Served(self.serve_too_late),
+            AbortPass: Served(self.serve_abort),
+            ParticipantDied: Served(self.serve_participant_died),
+            CleanupAutogradContext: Served(partial(serve_cleanup, self.agent), deferrable=True),
+            RRefBackward: Served(partial(serve_backward, self.agent)),
+        }
+
+    def on_death(self, member: Member) -> None:
+        """Contexts that the worker opened end, those it had a part in fail."""
+        self.lost(member)
+
+    def participant_lost(self, member: Member) -> None:
+        """The same, of one that is found to have a part in a context after its end was told."""
+        self.lost(member)
+
+    def end_everywhere(self, context_id: ContextId) -> None:
+        """Forget a context here and on all workers it reached."""
+        end_context(self.agent, context_id)
+
+    def backward_from(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+        """Run a pass whose root is a reference."""
+        backward_from(rref, context_id, retain_graph)
 
 
 def install(agent: Agent) -> None:
     """Put autograd and the engine on an agent."""
     install_autograd(agent)
-    registry_of(agent).end_everywhere = partial(end_context, agent)
-    service = Service(agent)
-    agent.extensions[Service] = service
-    registry_of(agent).lost = service.lost
-    agent.handlers[BeginPass] = service.serve_begin
-    agent.handlers[PropagateGradients] = service.serve_gradients
-    agent.handlers[TooLateForPass] = service.serve_too_late
-    agent.handlers[AbortPass] = service.serve_abort
-    agent.handlers[ParticipantDied] = service.serve_participant_died
-    agent.handlers[CleanupAutogradContext] = lambda request: serve_cleanup(agent, request)
-    agent.on_death.append(service.lost)
-    agent.wait_sources.append(service.waits)
-    install_rref_backward(agent)
+    agent.install(EngineLayer(agent))

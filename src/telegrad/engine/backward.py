@@ -48,7 +48,7 @@ def backward(
     tensors = _fetch_roots(context, roots)
     entries = _entries(tensors, grad_tensors)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
-    service: Service = agent.extensions[Service]
+    service = agent.layer(Service)
     roll = Roll(service, seconds)
     pass_ = service.begin(context, retain_graph, entries, roll)
     roll.wait(pass_)

@@ -23,8 +23,7 @@ def serve_cleanup(agent: Agent, request: Request) -> None:
 
 
 def _forget(agent: Agent, context_id: ContextId, told: tuple[WorkerId, ...]) -> None:
-    registry: Registry = agent.extensions[Registry]
-    service: Service = agent.extensions[Service]
+    registry, service = agent.layer(Registry), agent.layer(Service)
     context = registry.end(context_id)  # first: one that comes to know of it from here on sees that it has ended
     participants = set() if context is None else _others(context)
     service.forget(context_id)

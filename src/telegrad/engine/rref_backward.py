@@ -13,12 +13,6 @@ from telegrad.rref import RRef, references_of
 from telegrad.wire.messages import RRefBackward, RRefBackwardReply
 
 
-def install(agent: Agent) -> None:
-    """Tell the references of an agent how a pass is run, and let other workers ask for one."""
-    references_of(agent).backward_hook = backward_from
-    agent.handlers[RRefBackward] = lambda request: serve_backward(agent, request)
-
-
 def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     """Run the pass at the owner of `rref`: here, or by asking it."""
     if rref.is_owner():

@@ -27,6 +27,7 @@ from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.remote_errors import with_notes
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.workers import Member
@@ -54,7 +55,7 @@ _SMALL = 32 * 1024
 _MOST_TEXT = 2000
 
 
-class Service:
+class Service(Layer):
     """The engine of one agent."""
 
     def __init__(self, agent: Agent) -> None:

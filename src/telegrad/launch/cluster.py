@@ -16,22 +16,28 @@ import selectors
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from telegrad import rpc
 from telegrad.errors import AlreadyInitialized, RendezvousError
-from telegrad.launch.processes import Supervised, describe_status, end
+from telegrad.launch.processes import Supervised, describe_status, end, say
 from telegrad.launch.worker import BOOT, READY, Orders, send_orders
 from telegrad.rpc.current import current_agent
 from telegrad.rpc.threads.cores import variables_for
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+_MOST_EARLY_ENDS = 3  # starts in a row that end before the worker has joined, after which it is not started again
 
 
 class Cluster:
-    """The processes of a local cluster, from the side of the one that started them."""
+    """The processes of a local cluster, from the side of the one that started them.
+
+    After `start_restarting`, a worker that ends otherwise than by a shutdown is started again by the thread that saw
+    it end; the lock guards the table of processes against that thread.
+    """
 
     def __init__(self, names: Sequence[str], show_output: bool, env: Mapping[str, str]) -> None:
         self.names = tuple(names)
@@ -39,6 +45,9 @@ class Cluster:
         self._lines: dict[str, socket.socket] = {}
         self._show_output = show_output
         self._env = env
+        self._restarting = False
+        self._early_ends: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<Cluster of {', '.join(self.names)}>"
@@ -61,18 +70,66 @@ class Cluster:
 
     def start(self, options: rpc.RpcBackendOptions) -> None:
         """Start the other workers, all at once, and return when each is about to join."""
-        for rank, name in enumerate(self.names[1:], start=1):
-            ours, theirs = socket.socketpair()
-            self._lines[name] = ours
-            with theirs:
-                command = [sys.executable, "-u", "-c", BOOT, name, str(theirs.fileno())]
-                self._processes[name] = Supervised(
-                    name, command, self._env, pass_fds=[theirs.fileno()], show=self._show_output
-                )
-            orders = Orders(name, rank, len(self.names), options)
-            with contextlib.suppress(BrokenPipeError):  # it ended at once, which the next step reports
-                send_orders(ours, orders)
+        self._options = options
+        with self._lock:
+            for name in self.others:
+                self._start_worker(name)
         self._await_ready(options.rendezvous_timeout)
+
+    def _start_worker(self, name: str) -> None:
+        ours, theirs = socket.socketpair()
+        self._lines[name] = ours
+        with theirs:
+            command = [sys.executable, "-u", "-c", BOOT, name, str(theirs.fileno())]
+            self._processes[name] = Supervised(
+                name, command, self._env, pass_fds=[theirs.fileno()], show=self._show_output, on_end=self._ended
+            )
+        orders = Orders(name, self.names.index(name), len(self.names), self._options)
+        with contextlib.suppress(BrokenPipeError):  # it ended at once, which whoever waits for it reports
+            send_orders(ours, orders)
+
+    def _ended(self, process: Supervised) -> None:
+        """A worker's process has ended; called by the thread that watched it."""
+        name = process.name
+        agent = current_agent()
+        if agent is not None and self._restarting:
+            agent.peers.look_for_news()  # it may have joined without having been called since
+        with self._lock:
+            if not self._restarting or process.status == 0 or self._processes.get(name) is not process:
+                return
+            early = self._early_ends.get(name, 0) + 1 if self._ended_before_joining(name) else 0
+            self._early_ends[name] = early
+            self._lines.pop(name).close()
+            if early < _MOST_EARLY_ENDS:
+                self._start_worker(name)
+                return
+        say(name, f"ended {early} times before it had joined, and is not started again", "stderr")
+
+    def _ended_before_joining(self, name: str) -> bool:
+        agent = current_agent()
+        known = None if agent is None else agent.directory.by_name(name)
+        return known is None or known.pid != self._processes[name].pid
+
+    def start_restarting(self) -> None:
+        """All have joined: from now on a worker that ends is started again."""
+        self._restarting = True
+        for process in list(self._processes.values()):
+            if process.status is not None:
+                self._ended(process)
+
+    def stop_restarting(self) -> None:
+        """The block is over: nobody is started again, and whoever was on its way to join is not waited for."""
+        with self._lock:
+            if not self._restarting:
+                return
+            self._restarting = False
+        agent = current_agent()
+        if agent is not None:
+            agent.peers.look_for_news()
+        for name, process in self._processes.items():
+            if agent is None or self._ended_before_joining(name):
+                process.dismissed = True
+                process.kill_group()
 
     def _await_ready(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -115,6 +172,7 @@ class Cluster:
 
     def end(self) -> None:
         """End the processes, whatever they do. Returns when they are gone and their output has been shown."""
+        self.stop_restarting()
         for process in self._processes.values():
             process.dismissed = True
         for line in self._lines.values():
@@ -131,6 +189,7 @@ def local_cluster(
     threads: int | None = None,
     env: Mapping[str, str] | None = None,
     show_output: bool = True,
+    restart: bool = False,
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
 ) -> Iterator[Cluster]:
     """Make this process `worker0` of a job with `workers - 1` fresh processes beside it, for the length of a block.
@@ -147,6 +206,8 @@ def local_cluster(
             OMP_NUM_THREADS says otherwise.
         env: environment variables for the started workers, beside those of this process.
         show_output: whether what the workers print is shown.
+        restart: whether a worker that is killed or crashes is started again, under its name. What it held is lost
+            unless it was durable (see `telegrad.durable`).
         shutdown_timeout: seconds that calls under way at the end of the block may still take, before ShutdownError.
     """
     names = tuple(f"worker{rank}" for rank in range(workers)) if names is None else tuple(names)
@@ -165,7 +226,10 @@ def local_cluster(
         try:
             cluster.start(options)
             rpc.init_rpc(names[0], rank=0, world_size=len(names), rpc_backend_options=options)
+            if restart:
+                cluster.start_restarting()
             yield cluster
+            cluster.stop_restarting()
             if current_agent() is not None:  # the block may have called rpc.shutdown() itself
                 rpc.shutdown(timeout=shutdown_timeout)
             cluster.wait_for_end(shutdown_timeout)

@@ -1,24 +1,24 @@
 """The agent of one worker: it asks other workers, serves what they ask, and ends.
 
-It moves messages and knows none of their meanings: layers above register a handler for each message they define, hooks
-that see every call going out, and functions to call when a worker is lost. Who the others are is kept in `peers.py`,
-how connections to them come about in `peers/connect.py`.
+It moves messages and knows none of their meanings: each layer above is one object (`layer.py`) that serves its messages
+and is told what happens. Who the others are is kept in `peers/peers.py`, how connections to them come about in
+`peers/connect.py`.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from telegrad.errors import ProtocolError
-from telegrad.ids import WorkerId
 from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.devices import place
 from telegrad.rpc.futures import Future
 from telegrad.rpc.job.member_log import MemberLog
+from telegrad.rpc.layer import Layers, OnReply
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.packing import discard, take_back, unpack_from
 from telegrad.rpc.peers.connect import Connector
@@ -26,7 +26,6 @@ from telegrad.rpc.peers.liveness import Liveness
 from telegrad.rpc.peers.peers import Peers
 from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
 from telegrad.rpc.server.request import Request
-from telegrad.rpc.server.session import NO_WORK
 from telegrad.rpc.threads.delayed_flush import DelayedFlush
 from telegrad.rpc.threads.io_threads import IoThreads
 from telegrad.rpc.threads.timer import Timer
@@ -47,22 +46,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("telegrad.rpc")
 # Of functions called from elsewhere; their callers are told anyway.
 failures = logging.getLogger("telegrad.rpc.failures")
-
-Handler = Callable[[Request], None]
-
-
-class OnReply(Protocol):
-    """What a layer above does about the reply of a call it wrapped. Called once, or never if the call fails."""
-
-    def __call__(self, message: AnyMessage, tensors: list[torch.Tensor]) -> tuple[AnyMessage, list[torch.Tensor]]:
-        """The reply came: the inner reply, and the tensors to unpack it with."""
-
-    def unsent(self) -> None:
-        """The call did not leave this worker."""
-
-
-# Sees a call going out, with its tensors; returns the wrapped call and what to do with the reply, or None.
-CallHook = Callable[[WorkerId, AnyMessage, list[torch.Tensor]], tuple[AnyMessage, OnReply] | None]
 
 _NOTHING = Packed(b"", [])
 _LONG = 3600.0
@@ -90,21 +73,12 @@ class Agent:
         self.io_threads = IoThreads(f"telegrad-{member.name}", options.num_worker_threads)
         self.helpers = Helpers(f"telegrad-{member.name}")
         self.timer = Timer(f"telegrad-{member.name}")
-        self.handlers: dict[type[Any], Handler] = {}
         self.delayed_flush = DelayedFlush(self.timer)
+        self.layers = layers = Layers()
+        self.install, self.layer, self.find_layer = layers.install, layers.layer, layers.find
         self.liveness = Liveness(self)
-        self.call_hooks: list[CallHook] = []
-        self.on_late_reply: list[Callable[[Frame, WorkerId], None]] = []
-        self.on_discard: list[Callable[[Any, list[torch.Tensor]], None]] = []  # a payload that cannot be unpacked
-        self.on_death: list[Callable[[Member], None]] = []
-        self.extensions: dict[type[Any], Any] = {}  # what layers above keep for this agent
-        self.before_shutdown: list[Callable[[], None]] = []
-        self.on_close: list[Callable[[], None]] = []
-        # What layers wait for, beside requests: each in words, with the id of the worker that can end it, or -1.
-        self.wait_sources: list[Callable[[], list[tuple[str, int]]]] = []
-        self.missing_at: Callable[[str], list[str]] = lambda _: []
+        self.install(self.liveness)
         self.world_size: int | None = None
-        self.event_loop: Any = None  # for coroutines; made by the first
         self.calls_made = 0
         self.calls_served = 0
         self.closing = False
@@ -114,6 +88,8 @@ class Agent:
         # Bound, so that no call pays for a step in between.
         self.find, self.link = peers.find, peers.link
         self.lost, self.is_dead = peers.lost, peers.is_dead
+        self.wrap_call = layers.wrap_call
+        self._served = layers.served
 
     def __repr__(self) -> str:
         peers = self.peers
@@ -217,8 +193,8 @@ class Agent:
 
     def late_reply(self, frame: Frame, member: Member) -> None:
         """A reply came that nobody waits for any more."""
-        for note in self.on_late_reply:
-            note(frame, member.worker_id)
+        for layer in self.layers:
+            layer.on_late_reply(frame, member.worker_id)
 
     def complete(self, slot: Slot) -> None:
         """Complete a slot from a thread that must not run a user's callbacks."""
@@ -238,13 +214,13 @@ class Agent:
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
-        handler = self.handlers.get(type(request.message))
-        if type(request.message) not in NO_WORK:  # a shutdown must not count its own barriers as work that goes on
-            self.calls_served += 1
+        served = self._served.get(type(request.message))
         try:
-            if handler is None:
+            if served is None:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
-            handler(request)
+            if served.counts_as_work:
+                self.calls_served += 1
+            served.handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
             self.fail(request, error)
 
@@ -301,7 +277,7 @@ class Agent:
     def under_way(self) -> list[str]:
         """What this worker asked without a reply yet, and what others asked that runs here; waits at barriers aside."""
         slots = [slot for link in self.peers.links() for slot in link.pending.snapshot()]
-        asked = [slot.what() for slot in slots if type(slot.resend[0]) not in NO_WORK]
+        asked = [slot.what() for slot in slots if self.layers.is_work(type(slot.resend[0]))]
         served = [what for session in self.peers.sessions() for what in session.under_way()]
         return asked + served
 
@@ -311,8 +287,8 @@ class Agent:
             if self.closing:
                 return
             self.closing = True
-        for layer in self.on_close:
-            layer()
+        for layer in self.layers:
+            layer.on_close()
         if farewell:
             goodbye = Goodbye(self.member.incarnation)
             for session in self.peers.sessions():

@@ -6,10 +6,11 @@ from typing import Any, TypeVar, overload
 import torch
 
 from telegrad.errors import RpcTimeout, WorkerDied
-from telegrad.rpc.agent import Agent, OnReply
+from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
+from telegrad.rpc.layer import OnReply
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.packing import take_back
 from telegrad.rpc.remote_errors import hide_own_frames
@@ -99,11 +100,11 @@ def start_request(
     complete: Complete | None = None,
     future: Future[Any] | None = None,
 ) -> Slot:
-    """Send a request that carries values of the user, past the hooks of the layers above."""
+    """Send a request that carries values of the user, which the layers above may wrap."""
     on_reply: OnReply | None = None
     try:
-        for hook in agent.call_hooks:
-            wrapped = hook(member.worker_id, message, packed.tensors)
+        for wrap in agent.wrap_call:
+            wrapped = wrap(member.worker_id, message, packed.tensors)
             if wrapped is not None:
                 message, on_reply = wrapped
         agent.calls_made += 1

@@ -96,8 +96,8 @@ def discard(agent: "Agent", peer: "Member", payload: Any, tensors: list[torch.Te
 
 
 def _discard(crossing: Crossing, payload: Any, tensors: list[torch.Tensor]) -> None:
-    for give_back in crossing.agent.on_discard:
+    for layer in crossing.agent.layers:
         try:
-            give_back(payload, tensors)
+            layer.on_discard(payload, tensors)
         except Exception:
             log.exception("giving back what came from %s and cannot be used failed", crossing.peer.name)

@@ -9,27 +9,47 @@ travel         a handle inside a message
 reference      what users see: `RRef` and `remote`
 """
 
-from functools import partial
+from collections.abc import Mapping
+from typing import Any
 
+from torch import Tensor
+
+from telegrad.ids import WorkerId
 from telegrad.rpc.agent import Agent
-from telegrad.rref.closing import debug_info, install_hooks
+from telegrad.rpc.layer import Served
+from telegrad.rref.closing import before_shutdown, debug_info
 from telegrad.rref.reference import RRef, remote
 from telegrad.rref.references import References, references_of
-from telegrad.rref.serving import register
+from telegrad.rref.serving import messages
 from telegrad.rref.travel import let_go_unread, reduce_reference, settle_late_reply
 from telegrad.wire.codec import register_reducer
+from telegrad.wire.frames import Frame
 
-__all__ = ["RRef", "References", "debug_info", "install", "references_of", "remote"]
+__all__ = ["RRef", "ReferenceLayer", "References", "debug_info", "install", "references_of", "remote"]
 
 register_reducer(RRef, reduce_reference)
 
 
+class ReferenceLayer(References):
+    """The references of an agent, with all that they answer and take part in."""
+
+    def messages(self) -> Mapping[type[Any], Served]:
+        """Creations, fetches, and the protocol of lifetimes."""
+        return messages(self)
+
+    def on_late_reply(self, frame: Frame, sender: WorkerId) -> None:
+        """References in it were counted for this worker."""
+        settle_late_reply(self, frame, sender)
+
+    def on_discard(self, payload: Any, tensors: list[Tensor]) -> None:
+        """The same of what cannot be unpacked."""
+        let_go_unread(payload, tensors)
+
+    def before_shutdown(self) -> None:
+        """Let go of what is held of others, and report what they hold of this worker."""
+        before_shutdown(self)
+
+
 def install(agent: Agent) -> None:
     """Put references on an agent."""
-    references = References(agent)
-    agent.extensions[References] = references
-    register(references)
-    install_hooks(references)
-    agent.on_death.append(references.worker_lost)
-    agent.on_late_reply.append(partial(settle_late_reply, references))
-    agent.on_discard.append(let_go_unread)
+    agent.install(ReferenceLayer(agent))

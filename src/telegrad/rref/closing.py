@@ -109,10 +109,3 @@ def _type_name(value: Outcome | None) -> str:
 def _describe(references: References, leak: Leak) -> str:
     names = ", ".join(sorted(references.name_of(peer) for peer in set(leak.forks.values())))
     return f"{show_id(leak.rref_id)}, a {_type_name(references.values.get(leak.rref_id))}, by {names}"
-
-
-def install_hooks(references: References) -> None:
-    """Take part in the end of the agent."""
-    agent = references.agent
-    agent.before_shutdown.append(lambda: before_shutdown(references))
-    agent.on_close.append(references.close)

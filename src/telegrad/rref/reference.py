@@ -9,6 +9,7 @@ from telegrad.errors import RRefError
 from telegrad.rpc.calls import Args, Kwargs, Worker, check_call
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
@@ -18,6 +19,14 @@ from telegrad.rref.references import references_of
 T = TypeVar("T")
 
 NO_CONTEXT = -1
+
+
+class BackwardRunner(Layer):
+    """What `RRef.backward` asks of the layer that runs passes; it derives from this."""
+
+    def backward_from(self, rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
+        """Run a pass whose root is the value of `rref`."""
+        raise NotImplementedError
 
 
 class RRef(Generic[T]):
@@ -125,12 +134,12 @@ class RRef(Generic[T]):
                 raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
             self._root().backward(retain_graph=retain_graph)
             return
-        hook = self._handle.references.backward_hook
-        if hook is None:
+        runner = self._handle.references.agent.find_layer(BackwardRunner)
+        if runner is None:
             raise RRefError("a backward pass over workers needs telegrad.engine, which is not installed on this agent")
         if self.is_owner():
             self._root()
-        hook(self, dist_autograd_ctx_id, retain_graph)
+        runner.backward_from(self, dist_autograd_ctx_id, retain_graph)
 
     def _root(self) -> Any:
         """The value, if a backward pass can start at it."""

@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from telegrad.errors import RRefError, TelegradError, WorkerDied
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
 from telegrad.rref import actions as act
@@ -25,9 +26,6 @@ from telegrad.rref.owner_ledger import OwnerLedger
 from telegrad.rref.peers import PeerId, ids_of, maker_of, peer_of, show_id, worker_id_of
 from telegrad.rref.user_ledger import UserLedger
 from telegrad.wire import messages as msg
-
-if TYPE_CHECKING:
-    from telegrad.rref.reference import RRef
 
 log = logging.getLogger("telegrad.rref")
 
@@ -49,12 +47,10 @@ _AS_MESSAGE: dict[type[act.Send], Callable[[Any], msg.AnyMessage]] = {
 }
 
 
-class References:
+class References(Layer):
     """One worker's part in all references: the values it owns and the handles it has."""
 
     ignore_leaks = True  # if False, a graceful shutdown raises when values are still named at its end
-    # Runs the backward pass of a context from a reference; the engine, a layer above, sets it.
-    backward_hook: Callable[["RRef[Any]", int, bool], None] | None = None
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -231,7 +227,7 @@ class References:
         if type(reply) is msg.RRefAck:
             self.feed(self.used.on_ack, peer, reply.rref_id, reply.fork_id)
 
-    def close(self) -> None:
+    def on_close(self) -> None:
         """The agent ends; what is left of the handles is of no more use."""
         with self._changed:
             self.closed = True
@@ -239,7 +235,7 @@ class References:
 
     # --- deaths ---
 
-    def worker_lost(self, member: Member) -> None:
+    def on_death(self, member: Member) -> None:
         """An incarnation of a worker is gone for good."""
         self._names[peer_of(member)] = member.name
         if not self.agent.closing:
@@ -278,5 +274,4 @@ def _drain(queue: deque[T]) -> Iterable[T]:
 
 def references_of(agent: Agent) -> References:
     """The references of an agent."""
-    references: References = agent.extensions[References]
-    return references
+    return agent.layer(References)

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 from telegrad.errors import RRefError
+from telegrad.rpc.layer import Served
 from telegrad.rpc.packing import pack_for
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.server.run_call import Later, run_call
@@ -27,9 +28,9 @@ from telegrad.wire.messages import (
 )
 
 
-def register(references: References) -> None:
-    """Answer all messages about references."""
-    for message, handler in (
+def messages(references: References) -> dict[type[Any], Served]:
+    """All messages about references."""
+    handlers: tuple[tuple[type[Any], Any], ...] = (
         (PythonRemoteCall, serve_creation),
         (RRefFetch, serve_fetch),
         (RRefUserDelete, serve_delete),
@@ -39,8 +40,8 @@ def register(references: References) -> None:
         (RRefAck, serve_ack),
         (RRefFlush, serve_flush),
         (RRefFlushed, serve_flushed),
-    ):
-        references.agent.handlers[message] = partial(handler, references)
+    )
+    return {message: Served(partial(handler, references)) for message, handler in handlers}
 
 
 def serve_creation(references: References, request: Request) -> None:

@@ -42,8 +42,7 @@ class RpcAgent:
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until all workers are here and nothing is under way."""
         # Letting go of references is a step of its own in torch's shutdown, and one that programs replace.
-        self._agent.before_shutdown.clear()
-        wait_for_all(self._agent, as_timeout(timeout), leaving=shutdown)
+        wait_for_all(self._agent, as_timeout(timeout), leaving=shutdown, prepare=False)
 
     def sync(self) -> None:
         """Wait until all workers are here and nothing is under way."""

@@ -43,6 +43,7 @@ from telegrad.errors import RpcTimeout, WorkerDied
 from telegrad.rpc import get_rpc_timeout, get_worker_info
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member, WorkerInfo
 
@@ -169,23 +170,28 @@ def _init_rpc_states(agent: Any) -> None:
     global _ALL_WORKER_NAMES  # noqa: PLW0603 - torch keeps it here, and programs look
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if isinstance(agent, RpcAgent):
-        agent._agent.liveness.expected.append(functools.partial(_awaited_members, agent._agent))
-        agent._agent.on_death.append(_go_on_without)
+        agent._agent.install(_Gatherings(agent._agent))
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
 
-def _awaited_members(agent: Agent) -> list[Member]:
-    """Whom gatherings wait for here: somebody has to ask whether they live."""
-    with _all_gather_dict_lock:
-        names = {name for states in _all_gather_sequence_id_to_states.values() for name in states.awaited}
-    return [member for member in agent.directory.members() if member.name in names] if names else []
+class _Gatherings(Layer):
+    """Tells the gatherings on this worker of deaths."""
 
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
 
-def _go_on_without(member: Member) -> None:
-    with _all_gather_dict_lock:
-        for states in _all_gather_sequence_id_to_states.values():
-            states.lost(member.name)
+    def awaited(self) -> list[Member]:
+        """Whom gatherings wait for here: somebody has to ask whether they live."""
+        with _all_gather_dict_lock:
+            names = {name for states in _all_gather_sequence_id_to_states.values() for name in states.awaited}
+        return [member for member in self._agent.directory.members() if member.name in names] if names else []
+
+    def on_death(self, member: Member) -> None:
+        """Go on without the dead."""
+        with _all_gather_dict_lock:
+            for states in _all_gather_sequence_id_to_states.values():
+                states.lost(member.name)
 
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:

@@ -21,8 +21,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta = timedelta(seconds=100)) -> None:
     """Let go of every reference to another worker's value; all workers must have come to their shutdown."""
-    for let_go in require_agent().before_shutdown:
-        let_go()
+    references_of(require_agent()).before_shutdown()
 
 
 def _destroy_rref_context(ignore_rref_leak: bool) -> None:

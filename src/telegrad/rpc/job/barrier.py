@@ -1,78 +1,84 @@
-"""Barriers between all living workers: one of them keeps the book (see `arrivals.py`), the others ask it.
-
-And the other requests that every agent serves, whatever layers are put on it.
-"""
+"""Barriers between all living workers: one of them keeps the book (see `arrivals.py`), the others ask it."""
 
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from telegrad.errors import TelegradError, WorkerDied
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.job.arrivals import Arrivals
-from telegrad.rpc.job.debug_waits import install as install_waits
+from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.server.request import Request
-from telegrad.rpc.server.run_call import serve_call
 from telegrad.rpc.workers import Member
-from telegrad.wire.messages import Barrier, BarrierReply, PythonCall
+from telegrad.wire.messages import Barrier, BarrierReply
 
 _ASK_SECONDS = 1.0
 
 
-def register_handlers(agent: Agent) -> None:
-    """Let an agent serve calls, barriers and questions about who waits for whom."""
-    book = Arrivals()
-    book_lock = threading.Lock()
-    agent.handlers[PythonCall] = lambda request: serve_call(agent, request)
+class Barriers(Layer):
+    """The barriers that this worker keeps the book of."""
 
-    def settle() -> None:
-        with book_lock:
-            living = [m.name for m in agent.directory.members() if not agent.is_dead(m)]
-            ready = book.complete(living, agent.info.name)
-        for answer, total in ready:
-            answer(total)
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._book = Arrivals()
+        self._lock = threading.Lock()  # guards the book
 
-    def serve_barrier(request: Request) -> None:
-        message = request.message
+    def messages(self) -> Mapping[type[Any], Served]:
+        """Arrivals at a barrier, and the question who is missing at one. A shutdown does not wait for its own."""
+        return {Barrier: Served(self._serve, counts_as_work=False)}
+
+    def missing(self, key: str) -> list[str]:
+        """Who has not reached a barrier that is kept here."""
+        with self._lock:
+            return self._book.missing(key, self._living())
+
+    def _living(self) -> list[str]:
+        agent = self._agent
+        return [m.name for m in agent.directory.members() if not agent.is_dead(m)]
+
+    def _serve(self, request: Request) -> None:
+        message, agent = request.message, self._agent
         assert type(message) is Barrier
         if not message.worker:  # no arrival, but the question who is missing
-            agent.reply(request, BarrierReply(0, tuple(agent.missing_at(message.key))))
+            agent.reply(request, BarrierReply(0, tuple(self.missing(message.key))))
             return
-        with book_lock:
-            book.arrive(
+        with self._lock:
+            self._book.arrive(
                 message.key,
                 message.worker,
                 message.activity,
                 lambda total: agent.reply(request, BarrierReply(total, ())),
             )
-        settle()
+        self._answer_complete()
 
-    def forget_dead(_: Member) -> None:
-        agent.io_threads.submit(settle)
+    def _answer_complete(self) -> None:
+        with self._lock:
+            ready = self._book.complete(self._living(), self._agent.info.name)
+        for answer, total in ready:
+            answer(total)
 
-    def waits() -> list[tuple[str, int]]:
-        ids = {m.name: int(m.worker_id) for m in agent.directory.members()}
-        with book_lock:
-            keys = book.waiting()
+    def on_death(self, member: Member) -> None:
+        """The dead are not waited for."""
+        self._agent.io_threads.submit(self._answer_complete)
+
+    def _missing_anywhere(self) -> list[tuple[str, str]]:
+        with self._lock:
+            keys = self._book.waiting()
+        return [(key, name) for key in keys for name in self.missing(key)]
+
+    def waits(self) -> list[tuple[str, int]]:
+        """Whom barriers kept here wait for."""
+        ids = {m.name: int(m.worker_id) for m in self._agent.directory.members()}
         return [
             (f"barrier {key!r}, which it keeps, waits for {name}", ids.get(name, -1))
-            for key in keys
-            for name in agent.missing_at(key)
+            for key, name in self._missing_anywhere()
         ]
 
-    def missing() -> list[Member]:
-        with book_lock:
-            keys = book.waiting()
-        names = {name for key in keys for name in agent.missing_at(key)}
-        return [m for m in agent.directory.members() if m.name in names]
-
-    agent.liveness.expected.append(missing)
-    agent.wait_sources.append(waits)
-    install_waits(agent)
-    agent.handlers[Barrier] = serve_barrier
-    agent.on_death.append(forget_dead)
-    agent.missing_at = lambda key: book.missing(
-        key, (m.name for m in agent.directory.members() if not agent.is_dead(m))
-    )
+    def awaited(self) -> list[Member]:
+        """Those missing at a barrier, of whom nothing was asked."""
+        names = {name for _, name in self._missing_anywhere()}
+        return [m for m in self._agent.directory.members() if m.name in names] if names else []
 
 
 def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
@@ -95,7 +101,7 @@ def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
         return reply.activity
 
 
-def missing_at(agent: Agent, key: str) -> str:
+def ask_who_is_missing(agent: Agent, key: str) -> str:
     """Who has not reached a barrier, in words."""
     host = min((m for m in agent.directory.members() if not agent.is_dead(m)), key=lambda m: m.worker_id)
     try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.errors import TelegradError
 from telegrad.rpc.current import current_agent, require_agent
+from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.server.request import Request
 from telegrad.wire.messages import DebugWaits, WaitsReply
 
@@ -71,8 +72,8 @@ def waits_of(agent: "Agent") -> list[Wait]:
         for kind, since in session.served():
             if kind is not DebugWaits:
                 waits.append(Wait(f"serves a {kind.__name__} of {session.member.name}, for {now - since:.1f} s"))
-    for source in agent.wait_sources:
-        waits += [Wait(*wait) for wait in source()]
+    for layer in agent.layers:
+        waits += [Wait(*wait) for wait in layer.waits()]
     return waits
 
 
@@ -130,24 +131,32 @@ def _nothing(_: Any) -> None:
     """Whoever asks waits in person."""
 
 
-def install(agent: "Agent") -> None:
-    """Answer others who ask, and SIGUSR1."""
+class Waits(Layer):
+    """Answers others who ask what this worker waits for, and SIGUSR1."""
 
-    def serve(request: Request) -> None:
-        agent.reply(request, WaitsReply(tuple([(wait.text, wait.worker_id) for wait in waits_of(agent)])))
+    def __init__(self, agent: "Agent") -> None:
+        self._agent = agent
+        self._restore_signal = _install_signal(agent)
 
-    agent.handlers[DebugWaits] = serve
-    restore = _install_signal(agent)
-    if restore is not None:
-        agent.on_close.append(restore)
+    def messages(self) -> Mapping[type[Any], Served]:
+        """The question of `debug_waits(cluster=True)`."""
+        return {DebugWaits: Served(self._serve, counts_as_work=False)}
+
+    def _serve(self, request: Request) -> None:
+        waits = tuple([(wait.text, wait.worker_id) for wait in waits_of(self._agent)])
+        self._agent.reply(request, WaitsReply(waits))
+
+    def on_close(self) -> None:
+        """Give the signal back."""
+        self._restore_signal()
 
 
-def _install_signal(agent: "Agent") -> Callable[[], None] | None:
+def _install_signal(agent: "Agent") -> Callable[[], None]:
     """Print on SIGUSR1, if nobody else has a use for it; what undoes that."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
-        return None
+        return lambda: None
     if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        return None
+        return lambda: None
 
     def on_signal(_: int, __: FrameType | None) -> None:
         # By another thread: the interrupted one may hold any lock.

@@ -1,9 +1,11 @@
 """How a worker enters a job and how it leaves: who it is, what it tells the others, and whom it waits for."""
 
+import contextlib
 import importlib
 import logging
 import os
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,10 +16,13 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import set_current_agent
 from telegrad.rpc.devices import as_published
 from telegrad.rpc.job import store as store_host
-from telegrad.rpc.job.barrier import register_handlers
+from telegrad.rpc.job.barrier import Barriers
+from telegrad.rpc.job.debug_waits import Waits
 from telegrad.rpc.job.member_log import MemberLog, open_store, wait_for_ranks
 from telegrad.rpc.job.store_recovery import StoreRecovery
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.server.run_call import CallService
 from telegrad.rpc.workers import Member, check_id
 from telegrad.transport.addresses import Listeners, host_identity
 
@@ -28,8 +33,7 @@ _SECRET_BYTES = 32
 # For workers whose rendezvous store has just ended: they come to the new one, and say which ids are taken.
 _GRACE_SECONDS = 0.5
 
-# The layers above, each with an `install(agent)` that puts its handlers and hooks on an agent. By name: this layer
-# imports none of them.
+# The packages above, each with an `install(agent)` that puts its layer on an agent. By name: this one imports none.
 _LAYERS = ("telegrad.rref", "telegrad.engine")
 
 
@@ -97,7 +101,7 @@ def _start_at(place: MemberLog, name: str, rank: int, world_size: int | None, op
     agent = Agent(member, options.secret_bytes or own_secret, options, listeners, place)
     agent.world_size = world_size
     agent.store_recovery = StoreRecovery(agent, place)
-    register_handlers(agent)
+    install_own_layers(agent)
     try:
         agent.start()
         agent.store_recovery.start()
@@ -115,6 +119,76 @@ def _start_at(place: MemberLog, name: str, rank: int, world_size: int | None, op
     return agent
 
 
+def install_own_layers(agent: Agent) -> None:
+    """What every agent serves, whatever is put on it above: users' calls, barriers, questions about who waits."""
+    for layer in (CallService(agent), Barriers(agent), Waits(agent), Membership(agent)):
+        agent.install(layer)
+
+
+class Membership(Layer):
+    """Which records of members this worker believes, whichever thread reads them: not all as it joins or leaves."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._joining: _Joining | None = None
+        self._leaving = False
+
+    def on_news(self, members: Sequence[Member]) -> Sequence[Member]:
+        """A call that is served while this worker joins may look for its own callee, and read the news first."""
+        if self._joining is not None:
+            return self._joining.take(members)
+        if self._leaving:
+            return [member for member in members if not member.leaving]
+        return members
+
+    @contextlib.contextmanager
+    def joining(self, member: Member, world_size: int | None) -> Iterator["_Joining"]:
+        """Look for clashes with this worker's own record, which is being published."""
+        self._joining = _Joining(self._agent, member, world_size)
+        try:
+            yield self._joining
+        finally:
+            self._joining = None
+
+    @contextlib.contextmanager
+    def leaving_together(self) -> Iterator[None]:
+        """All leave: those who are quicker have said so before the last barrier, and still take part in it."""
+        self._leaving = True
+        try:
+            yield
+        finally:
+            self._leaving = False
+
+
+class _Joining:
+    """What a worker that joins has seen of the others."""
+
+    def __init__(self, agent: Agent, member: Member, world_size: int | None) -> None:
+        self._agent = agent
+        self._member = member
+        self._world_size = world_size
+        # Who has been here this time, though it may have left again already: it is not waited for.
+        self._came: set[int] = set()
+        self._clash: RendezvousError | None = None
+
+    def take(self, members: Sequence[Member]) -> Sequence[Member]:
+        """Records were read: those of others. A clash is raised by `present`, in the thread that joins."""
+        mine = self._member
+        try:
+            _check_clash(self._agent, members, mine, self._world_size)
+        except RendezvousError as clash:
+            self._clash = clash
+        generation = generation_of(mine.incarnation)
+        self._came.update(m.worker_id for m in members if generation_of(m.incarnation) >= generation)
+        return [m for m in members if m.worker_id != mine.worker_id]
+
+    def present(self) -> set[int]:
+        """The ids of those who are here, or have been this time."""
+        if self._clash is not None:
+            raise self._clash
+        return self._came | {int(m.worker_id) for m in self._agent.directory.members()}
+
+
 def _generation(place: MemberLog, worker_id: int) -> int:
     generation = place.next_generation(worker_id)
     if generation > MAX_GENERATION:
@@ -125,35 +199,15 @@ def _generation(place: MemberLog, worker_id: int) -> int:
 
 
 def _meet(agent: Agent, place: MemberLog, member: Member, world_size: int | None) -> None:
-    generation = generation_of(member.incarnation)
-    # Who has been here this time, though it may have left again already: it is not waited for.
-    came: set[int] = set()
-    clashes: list[RendezvousError] = []
-
-    def take(members: list[Member]) -> None:
-        try:
-            _check_clash(agent, members, member, world_size)
-        except RendezvousError as clash:
-            clashes.append(clash)
-        agent.peers.learn([m for m in members if m.worker_id != member.worker_id])
-        came.update(m.worker_id for m in members if generation_of(m.incarnation) >= generation)
-
-    def present() -> set[int]:
-        if clashes:
-            raise clashes[0]
-        return came | {int(m.worker_id) for m in agent.directory.members()}
-
-    agent.peers.take_news = take  # a call that is served meanwhile may look for its own callee, and read the news first
-    try:
+    take = agent.peers.take_news
+    with agent.layer(Membership).joining(member, world_size) as joining:
         _publish(place, member)  # before looking for clashes, so that both sides of one see it
         place.news(take)
-        present()
+        joining.present()
         if world_size is not None:
-            wait_for_ranks(place, take, present, world_size, agent.options.rendezvous_timeout)
+            wait_for_ranks(place, take, joining.present, world_size, agent.options.rendezvous_timeout)
             if place.is_first and place.is_outdated(member.worker_id, member.incarnation):
                 raise _Outdated(f"worker {member.name!r} is not the first with its id")
-    finally:
-        agent.peers.take_news = agent.peers.learn
 
 
 def _publish(place: MemberLog, member: Member) -> None:
@@ -167,7 +221,7 @@ def _publish(place: MemberLog, member: Member) -> None:
         )
 
 
-def _check_clash(agent: Agent, members: list[Member], mine: Member, world_size: int | None) -> None:
+def _check_clash(agent: Agent, members: Sequence[Member], mine: Member, world_size: int | None) -> None:
     """Two living workers of one name are a mistake. The same rank again is a restart, so is the name of a dead one."""
     present = {m.worker_id: m for m in agent.directory.members()}
     for member in members:

@@ -13,8 +13,8 @@ from typing import Any
 from telegrad.errors import AlreadyInitialized, ShutdownError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
-from telegrad.rpc.job.barrier import barrier, missing_at
-from telegrad.rpc.job.join import leave, let_go_of_place, start
+from telegrad.rpc.job.barrier import ask_who_is_missing, barrier
+from telegrad.rpc.job.join import Membership, leave, let_go_of_place, start
 from telegrad.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
 from telegrad.rpc.threads.cores import return_share, take_share
 from telegrad.rpc.workers import check_name
@@ -92,26 +92,28 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         return_share()
 
 
-def wait_for_all(agent: Agent, timeout: float, leaving: bool = True) -> None:
-    """Wait until all workers wait here and nothing is under way. Those `leaving` let go of what they hold first."""
+def wait_for_all(agent: Agent, timeout: float, leaving: bool = True, prepare: bool = True) -> None:
+    """Wait until all workers wait here and nothing is under way. Those `leaving` let go of what they hold first, unless
+    `prepare` is False: they have done so already."""
     deadline = time.monotonic() + timeout if timeout else float("inf")
     if agent.world_size is None:
         _drain(agent, deadline, timeout)
-        for prepare in agent.before_shutdown:
-            prepare()
+        if prepare:
+            _prepare(agent)
         _deliver(agent, deadline)
         return
-    # All leave together: those who are quicker have said so before the last barrier, and still take part in it.
-    agent.peers.take_news = lambda members: agent.peers.learn([m for m in members if not m.leaving])
-    try:
-        _wait_for_all_together(agent, deadline, timeout, leaving)
-    finally:
-        agent.peers.take_news = agent.peers.learn
+    with agent.layer(Membership).leaving_together():
+        _wait_for_all_together(agent, deadline, timeout, leaving, leaving and prepare)
     if leaving:
         _deliver(agent, deadline)
 
 
-def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leaving: bool) -> None:
+def _prepare(agent: Agent) -> None:
+    for layer in agent.layers:
+        layer.before_shutdown()
+
+
+def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leaving: bool, prepare: bool) -> None:
     previous = -1
     generation = 0
     while True:
@@ -120,14 +122,14 @@ def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leavin
         try:
             total = barrier(agent, f"shutdown/{generation}", activity, deadline)
         except TimeoutError as error:
-            missing = missing_at(agent, f"shutdown/{generation}")
+            missing = ask_who_is_missing(agent, f"shutdown/{generation}")
             raise ShutdownError(
                 f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s: not every worker has called it, "
                 f"or is done with its work. Missing: {missing}"
             ) from error
         if generation == 0:
-            for prepare in agent.before_shutdown if leaving else ():
-                prepare()
+            if prepare:
+                _prepare(agent)
         elif total == previous:
             break
         previous = total

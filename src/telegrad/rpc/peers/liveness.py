@@ -10,11 +10,12 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import TelegradError, WorkerDied
 from telegrad.rpc.client.link import Link
+from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
@@ -37,7 +38,7 @@ REDIAL_SECONDS = 0.05
 KEEP_IDLE_SECONDS = 10.0
 
 
-class Liveness:
+class Liveness(Layer):
     """The watch of one agent over its threads and over its peers."""
 
     def __init__(self, agent: "Agent") -> None:
@@ -49,9 +50,10 @@ class Liveness:
         self._beating = False
         self._was_full = False
         self._asking: set[int] = set()  # incarnations that are being asked by `_ask`
-        # Workers that somebody here waits for without having asked them anything, such as those missing at a barrier.
-        self.expected: list[Callable[[], list[Member]]] = []
-        agent.handlers[Ping] = lambda request: agent.reply(request, Ack())
+
+    def messages(self) -> Mapping[type[Any], Served]:
+        """A ping that is a request: `Ack` is the reply."""
+        return {Ping: Served(lambda request: self._agent.reply(request, Ack()), counts_as_work=False)}
 
     # --- threads ---
 
@@ -124,7 +126,7 @@ class Liveness:
                 agent.io_threads.attend(functools.partial(agent.lost, link.member, why))
             elif silent > interval:
                 link.ping()
-        for member in {m.worker_id: m for source in self.expected for m in source()}.values():
+        for member in {m.worker_id: m for layer in agent.layers for m in layer.awaited()}.values():
             known = member.worker_id == agent.member.worker_id or agent.is_dead(member)
             if not known and member.incarnation not in self._asking:
                 self._asking.add(member.incarnation)

@@ -7,7 +7,7 @@ it stays gone, whatever is heard of it later, since what it had asked was forgot
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from telegrad.errors import NotInitialized, UnknownWorker, WorkerDied
@@ -35,8 +35,6 @@ class Peers:
     def __init__(self, agent: "Agent") -> None:
         self._agent = agent
         self._directory = agent.directory
-        # What is done with records of members, whichever thread reads them.
-        self.take_news: Callable[[list[Member]], None] = self.learn
         self._lock = threading.Lock()
         self._links: dict[WorkerId, Link] = {}
         self._link_numbers = 0
@@ -81,6 +79,12 @@ class Peers:
             self._agent.place.news(self.take_news)
         except RuntimeError as error:
             log.debug("the rendezvous store does not answer: %s", error)
+
+    def take_news(self, members: Sequence[Member]) -> None:
+        """Take in the records that the rendezvous store has, as far as the layers believe them."""
+        for layer in self._agent.layers:
+            members = layer.on_news(members)
+        self.learn(members)
 
     def learn(self, members: Sequence[Member]) -> None:
         """Take in records of members."""
@@ -220,9 +224,9 @@ class Peers:
             link.fail(error)
         for session in closed:
             session.close()
-        for react in self._agent.on_death:
+        for layer in self._agent.layers:
             try:
-                react(member)
+                layer.on_death(member)
             except Exception:
                 log.exception("reacting to the loss of %s failed", member.name)
 

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import operator
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from types import BuiltinFunctionType, CoroutineType, FunctionType
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.link import Link
+from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.packing import discard, pack_for, unpack_from
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.server.session import Definition, Session
@@ -134,7 +135,7 @@ class Later:
     def give_to(self, done: Result, failed: Failure) -> None:
         """Call one of the two when the result is there, from whichever thread."""
         if isinstance(self._result, CoroutineType):
-            agent_loop(self._agent).run(self._result, done, failed)
+            self._agent.layer(CallService).event_loop().run(self._result, done, failed)
         else:
             _when_done(self._func, self._result, done, failed)
 
@@ -181,6 +182,31 @@ def _when_done(func: Any, result: Any, done: Result, failed: Failure) -> None:
     result.add_done_callback(finish)
 
 
+class CallService(Layer):
+    """The layer that runs users' functions, and awaits their coroutines in an event loop of its own."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._loop: EventLoop | None = None
+        self._lock = threading.Lock()
+
+    def messages(self) -> Mapping[type[Any], Served]:
+        """Calls."""
+        return {PythonCall: Served(functools.partial(serve_call, self._agent))}
+
+    def event_loop(self) -> "EventLoop":
+        """The loop for coroutines, started when the first comes."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = EventLoop(f"telegrad-{self._agent.info.name}-asyncio")
+            return self._loop
+
+    def on_close(self) -> None:
+        """Cancel what still runs."""
+        if self._loop is not None:
+            self._loop.close()
+
+
 def serve_call(agent: Agent, request: Request) -> None:
     """The handler of `PythonCall`."""
     message = request.message
@@ -200,13 +226,12 @@ def _reply_with(agent: Agent, request: Request, result: Any) -> None:
 
 
 class EventLoop:
-    """The asyncio loop of one agent, in a thread of its own, started when the first coroutine comes."""
+    """An asyncio loop in a thread of its own."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=f"telegrad-{agent.info.name}-asyncio", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        agent.on_close.append(self.close)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -232,14 +257,3 @@ class EventLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
-
-
-_loops_lock = threading.Lock()
-
-
-def agent_loop(agent: Agent) -> EventLoop:
-    """The event loop of an agent."""
-    with _loops_lock:
-        if agent.event_loop is None:
-            agent.event_loop = EventLoop(agent)
-        return agent.event_loop  # type: ignore[no-any-return]

@@ -25,9 +25,6 @@ from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import (
     Ack,
     AnyMessage,
-    Barrier,
-    CleanupAutogradContext,
-    DebugWaits,
     Goodbye,
     Ping,
     PythonCall,
@@ -46,11 +43,7 @@ log = logging.getLogger("telegrad.rpc")
 MOST_RUNNING = 4096
 _LOOK_SECONDS = 0.001
 
-# Notices that free memory and are not waited for. They come with the next request, which should not wait for them.
-UNHURRIED = {CleanupAutogradContext}
-_MOST_UNHURRIED = 16
-
-NO_WORK = (Barrier, Ping, DebugWaits)  # requests of Telegrad's own, which a shutdown does not wait for
+_MOST_DEFERRED = 16
 
 
 class Definition:
@@ -74,7 +67,7 @@ class Session:
         self._lock = threading.Lock()
         self._turn: SessionTurn | None = None
         self._inbox: deque[Frame] = deque()
-        self._unhurried: deque[Frame] = deque()  # notices to be served when no request waits
+        self._deferred: deque[Frame] = deque()  # notices to be served when no request waits
         self.requests = AtMostOnce()
         self.paused = False  # so much is running that no more is read
         self._holds = False  # whether a reply waits for those of the requests behind it
@@ -91,7 +84,8 @@ class Session:
     def under_way(self) -> list[str]:
         """What is being served, in words; those who wait at a barrier are not served but waited for."""
         name = self.member.name
-        served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if kind not in NO_WORK]
+        is_work = self.agent.layers.is_work
+        served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if is_work(kind)]
         return served + [f"an answer to worker {name!r}"] * len(self.requests.answering)
 
     def served(self) -> list[tuple[type, float]]:
@@ -151,8 +145,8 @@ class Session:
                 if not frames and frames is not None:
                     if self._holds:
                         self._flush(connection)
-                    if self._unhurried:
-                        self._serve_unhurried()
+                    if self._deferred:
+                        self._serve_deferred()
                     if self._spinner.wait(connection.stream.readable, self.agent.io_threads.another_works):
                         continue
             except (OSError, ValueError):
@@ -175,10 +169,10 @@ class Session:
         if (type(call) is PythonCall or type(call) is PythonRemoteCall) and call.definition and call.function:
             self.functions.setdefault(call.function, Definition(call.definition))
 
-    def _serve_unhurried(self) -> None:
+    def _serve_deferred(self) -> None:
         while True:
             try:
-                frame = self._unhurried.popleft()
+                frame = self._deferred.popleft()
             except IndexError:
                 return
             self.agent.serve(Request(self, frame))
@@ -199,7 +193,7 @@ class Session:
             log.debug("replies to %s wait for its next connection", self.member.name)
         if self.paused:
             self._resume()
-        elif self._inbox or self._unhurried:
+        elif self._inbox or self._deferred:
             self.agent.io_threads.submit(self.ready)
         else:
             self.agent.io_threads.arm(connection.stream.fileno())
@@ -243,8 +237,9 @@ class Session:
             elif type(frame.message) is Ack:  # it has said most by its header
                 requests.acknowledge_named(_numbers(frame.payload))
             elif requests.is_news(frame.request_id):
-                if type(frame.message) in UNHURRIED and len(self._unhurried) < _MOST_UNHURRIED:
-                    self._unhurried.append(frame)
+                # Such a notice came with the next request, which should not wait for it.
+                if self.agent.layers.is_deferrable(type(frame.message)) and len(self._deferred) < _MOST_DEFERRED:
+                    self._deferred.append(frame)
                 else:
                     self.agent.serve(Request(self, frame))
             return
