@@ -29,8 +29,6 @@ from telegrad.rpc.server.request import Request
 from telegrad.rpc.threads.delayed_flush import DelayedFlush
 from telegrad.rpc.threads.io_threads import IoThreads
 from telegrad.rpc.threads.timer import Timer
-from telegrad.rpc.threads.wakeup import Wakeup
-from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.copying import Helpers
@@ -48,7 +46,6 @@ log = logging.getLogger("telegrad.rpc")
 failures = logging.getLogger("telegrad.rpc.failures")
 
 _NOTHING = Packed(b"", [])
-_LONG = 3600.0
 
 
 class Agent:
@@ -144,18 +141,6 @@ class Agent:
         """A control request and its reply."""
         slot = self.send(member, message, timeout=timeout, what=what)
         slot.wait()
-        return self.reply_frame(slot).message
-
-    def ask_patiently(
-        self, member: Member, message: AnyMessage, *, timeout: float, what: Callable[[], str]
-    ) -> AnyMessage:
-        """The same for what may take for ever. Whoever waits in person reads the link for all, and each reply to others
-        would have to pass through a thread that sleeps most of the time; this one leaves the reading to them."""
-        wakeup = Wakeup()
-        slot = self.send(member, message, timeout=timeout, what=what, complete=lambda _: wakeup.set())
-        while not slot.done:
-            with blocking():
-                wakeup.wait(_LONG)
         return self.reply_frame(slot).message
 
     def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
@@ -281,8 +266,8 @@ class Agent:
         served = [what for session in self.peers.sessions() for what in session.under_way()]
         return asked + served
 
-    def close(self, farewell: bool = True) -> None:
-        """End everything this agent owns."""
+    def close(self, farewell: bool = True, exited: bool = False) -> None:
+        """End everything this agent owns; `exited` tells the others that its program ended without a shutdown."""
         with self._lock:
             if self.closing:
                 return
@@ -290,7 +275,7 @@ class Agent:
         for layer in self.layers:
             layer.on_close()
         if farewell:
-            goodbye = Goodbye(self.member.incarnation)
+            goodbye = Goodbye(self.member.incarnation, exited)
             for session in self.peers.sessions():
                 session.farewell(goodbye)
             for link in self.peers.links():

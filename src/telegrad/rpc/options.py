@@ -15,6 +15,7 @@ DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 UNSET_RPC_TIMEOUT = -1.0
 
 SECRET_VARIABLE = "TELEGRAD_SECRET"
+HOST_VARIABLE = "TELEGRAD_HOST"
 LEAST_MESSAGE_BYTES = 64 * 1024  # what every worker takes in, so that smaller messages need not be measured
 
 DeviceLike = int | str | torch.device
@@ -35,7 +36,8 @@ class RpcBackendOptions:
         shared_memory: whether tensors may go through shared memory between workers on one host.
         secret: what proves that a worker belongs to the job. Without one (here or in TELEGRAD_SECRET) each worker makes
             its own, which the others read where they meet, and listens on loopback only.
-        host: the address to listen on, when there is a secret.
+        host: the address to listen on, when there is a secret; by default TELEGRAD_HOST, or the one on the network over
+            which the rendezvous store was reached.
         rendezvous_timeout: seconds to wait for the other workers in `init_rpc`.
         connect_timeout: seconds that connecting to one worker may take.
         heartbeat: seconds of silence after which a worker that owes an answer is asked whether it lives; if it stays
@@ -86,7 +88,7 @@ class RpcBackendOptions:
         self.transports = tuple(transports)
         self.shared_memory = shared_memory
         self.secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
-        self.host = host
+        self.host = host if host is not None else os.environ.get(HOST_VARIABLE) or None
         self.rendezvous_timeout = float(rendezvous_timeout)
         self.connect_timeout = float(connect_timeout)
         self.heartbeat = float(heartbeat)

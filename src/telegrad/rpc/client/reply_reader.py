@@ -204,7 +204,7 @@ class ReplyReader:
     def _take(self, frame: Frame) -> None:
         if frame.kind == Kind.NOTICE:
             if type(frame.message) is Goodbye:
-                self._agent.peers.said_goodbye(self._link.member)
+                self._agent.peers.said_goodbye(self._link.member, frame.message.exited)
             elif type(frame.message) is Exhausted:
                 self._link.exhausted = (time.monotonic(), frame.message.threads)
             return

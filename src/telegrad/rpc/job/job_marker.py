@@ -54,14 +54,14 @@ def difference(found: JobMarker, mine: JobMarker, where: str) -> str:
     begun = f"the job at {where}, begun by {found.begun_by},"
     if found.job and mine.job and found.job != mine.job:
         return (
-            f"{begun} is {found.job!r}; {mine.begun_by} belongs to {mine.job!r}. Two jobs at one address: give this one "
-            "another port or file"
+            f"{begun} is {found.job!r}; {mine.begun_by} belongs to {mine.job!r}. Two jobs at one address: give "
+            "this one another port or file"
         )
     if found.kind != mine.kind:
         return (
             "RPC group mixes statically and dynamically initialized members which is not supported. "
-            f"{begun} is of the {found.kind} kind; {mine.begun_by} is of the {mine.kind} kind: give `world_size` on all "
-            "or on none"
+            f"{begun} is of the {found.kind} kind; {mine.begun_by} is of the {mine.kind} kind: give `world_size` on "
+            "all or on none"
         )
     if found.world_size != mine.world_size:
         return (

@@ -83,10 +83,12 @@ class MemberLog:
     def __init__(self, store: Any, marker: JobMarker) -> None:
         """`marker` says which job it is: there is one in one store. RendezvousError if another has begun there."""
         self.where = store_host.place_of(store)  # None for a store that does not end with a worker
+        self.address = store_host.address_of(store)  # None for one that is not reached over the network
         # Whether the store is still there. Asked before each use.
         self.stands: Callable[[], bool] = lambda: True
         self._marker = marker
         self._lock = threading.RLock()
+        self._complaints_read = 0
         self._forget_reading()
         self.store: Any = None
         self._log: Any = None
@@ -100,6 +102,7 @@ class MemberLog:
             self.store, self._ours = store, ours
             self._log = Prefixed(f"{store_host.namespace(store)}/{self._marker.kind}", store)
             self._forget_reading()
+            self._complaints_read = 0
             self.is_first = int(self._log.add("visits", 1)) == 1
             say_again()
 
@@ -151,7 +154,6 @@ class MemberLog:
 
     def _forget_reading(self) -> None:
         self._read = 0
-        self._complaints_read = 0
         self._unwritten: list[int] = []  # announced and not there yet: their writer is slow, or died just then
 
     def _open_log(self) -> Any:
@@ -224,6 +226,12 @@ class MemberLog:
                 raise
             log.debug("the rendezvous store has closed, and is opened anew: %s", error)
         return fresh
+
+
+def read_records(log_: Prefixed) -> list[Member]:
+    """All records of a log, for one who is no worker: a launcher that wants to know what its workers said."""
+    keys = [f"record/{index}" for index in range(log_.add("records", 0))]
+    return [_decode(log_.get(key)) for key in keys if log_.check(key)]
 
 
 def wait_for_ranks(

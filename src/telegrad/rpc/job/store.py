@@ -1,7 +1,7 @@
 """A TCP store of torch's lives in the process of one worker and ends with it. Here it is opened, joined and watched.
 
-Whoever may open it tries to take the port: one gets it, the others connect (`store_client.py`). A bare connection beside
-that one tells when the store has ended, which a client that is not being used would not notice.
+Whoever may open it tries to take the port: one gets it, the others connect (`store_client.py`). A bare connection
+beside that one tells when the store has ended, which a client that is not being used would not notice.
 
 That connection goes to a beacon: a socket beside the store that listens, says nothing and ends with it. The store
 itself looks up the name of whoever connects, and everyone waits while it does; a resolver that does not answer takes
@@ -58,20 +58,23 @@ def is_launchers(place: Place) -> bool:
 
 def place_of(store: Any) -> Place | None:
     """Where a store is, if it is one that ends with a worker."""
-    place = _address(store)
+    place = address_of(store)
     return None if place is None or is_launchers(place) else place
 
 
-def _address(store: Any) -> Place | None:
+def address_of(store: Any) -> Place | None:
+    """Where a store is, if it is reached over the network."""
     return (store.host, store.port) if isinstance(store, TCPStore | StoreClient) else None
 
 
 def describe(store: Any) -> str:
     """A store in words."""
-    place = _address(store)
+    place = address_of(store)
     if place is not None:
         return f"{place[0]}:{place[1]}"
-    return str(store.path) if isinstance(store, FileStore) else f"the given {type(store).__name__}"
+    return (
+        str(getattr(store, "path", "a file")) if isinstance(store, FileStore) else f"the given {type(store).__name__}"
+    )
 
 
 def may_begin(store: Any) -> bool:
@@ -83,9 +86,9 @@ def may_begin(store: Any) -> bool:
 
 
 def namespace(store: Any) -> str:
-    """The part of a store that belongs to this job. A launcher's store outlives its workers: torchrun starts all of them
-    again after a failure, and with another number of them when nodes come or go, and none of those before counts."""
-    place = _address(store)
+    """The part of a store that belongs to this job. A launcher's store outlives its workers: torchrun starts all of
+    them again after a failure, and in another number when nodes come or go, and none of those before counts."""
+    place = address_of(store)
     if place is None or not is_launchers(place):
         return "telegrad"
     attempt, size = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE"))

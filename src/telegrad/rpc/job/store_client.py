@@ -2,8 +2,8 @@
 
 torch's own client waits without limit for whoever listens at the port and says nothing, tries again for minutes where
 something else answers, and writes a C++ stack trace to stderr each time the store's process ends. This one asks who is
-there, gives up at its deadline, and raises: `StoreClosed` when the store has ended, `NotAStore` when what listens at the
-port is something else. The server is torch's (`store.py` opens it; under torchrun it is the launcher's), so process
+there, gives up at its deadline, and raises: `StoreClosed` when the store has ended, `NotAStore` when what listens at
+the port is something else. The server is torch's (`store.py` opens it; under torchrun it is the launcher's), so process
 groups and Telegrad may share one.
 
 One request at a time, by any thread; a lock orders them.
@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,7 @@ _READY = b"\x00"
 _KEY_PREFIX = "/"  # torch's client puts it before every key
 _LONGEST_VALUE = 64 * 2**20
 _LOOK_SECONDS = 0.01
+_LONGEST_REQUEST = 10.0  # seconds; a store answers at once, and whoever asks it may have better things to do
 
 
 class StoreClosed(RuntimeError):
@@ -47,10 +49,11 @@ class StoreClient(Store):
 
     def __init__(self, host: str, port: int, *, connect_seconds: float, timeout: float) -> None:
         super().__init__()
-        self._timeout = timeout
+        self._timeout = min(timeout, _LONGEST_REQUEST)
         self._host, self._port = host, port
         self._lock = threading.Lock()
         self._sock = socket.create_connection((host, port), connect_seconds)
+        weakref.finalize(self, self._sock.close)
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._greet()
@@ -90,7 +93,7 @@ class StoreClient(Store):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a request may take from now on."""
-        self._timeout = max(timeout.total_seconds(), 1e-3)
+        self._timeout = min(max(timeout.total_seconds(), 1e-3), _LONGEST_REQUEST)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""

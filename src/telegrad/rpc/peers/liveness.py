@@ -19,7 +19,7 @@ from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
-from telegrad.transport.addresses import host_identity
+from telegrad.transport.addresses import TCP, host_identity
 from telegrad.transport.connection import heap
 from telegrad.transport.handshake import Refused
 from telegrad.wire.messages import Ack, Exhausted, Ping
@@ -34,6 +34,7 @@ _QUIET_LOOKS = 25  # looks without activity after which the watch rests
 _STUCK_LOOKS = 10  # looks without progress after which the I/O threads gets one more thread
 _BUSY_FACTOR = 10  # how much longer a worker is waited for whose host answers though it does not itself
 REDIAL_SECONDS = 0.05
+_PERHAPS = "It ended, or cannot be reached from here."
 # How long blocks of memory are kept for the next tensor. New ones cost 100 ms for 100 MB: little in so long a time.
 KEEP_IDLE_SECONDS = 10.0
 
@@ -197,9 +198,11 @@ class Liveness(Layer):
 
     def unreachable(self, member: Member, error: Exception) -> WorkerDied:
         """The error for a worker that does not answer at its addresses."""
+        self._agent.peers.look_for_news()  # it may have said that it leaves
+        where = ", ".join(f"{a.host}:{a.where}" if a.kind == TCP else a.where for a in member.addresses)
+        left = self._agent.directory.how_left(member)
         return WorkerDied(
-            f"worker {member.name!r} does not answer at {', '.join(a.where for a in member.addresses)} ({error}). "
-            "It ended, or cannot be reached from here.",
+            f"{left}." if left else f"worker {member.name!r} does not answer at {where} ({error}). {_PERHAPS}",
             worker=member.name,
             incarnation=member.incarnation,
         )

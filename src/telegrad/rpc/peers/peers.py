@@ -14,7 +14,7 @@ from telegrad.errors import NotInitialized, UnknownWorker, WorkerDied
 from telegrad.ids import Incarnation, WorkerId, generation_of
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.server.session import Session
-from telegrad.rpc.workers import Member, WorkerInfo
+from telegrad.rpc.workers import Member, WorkerInfo, how_it_leaves
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello
 
@@ -92,7 +92,7 @@ class Peers:
             if gone.incarnation == self._agent.member.incarnation:
                 continue
             if self._directory.has_left(gone):
-                self._leaves(gone, f"worker {gone.name!r} has left")
+                self._leaves(gone, self._directory.how_left(gone))
             else:
                 self.lost(gone, f"worker {gone.name!r} was started again")
 
@@ -187,13 +187,13 @@ class Peers:
         if not self._agent.closing:
             self._agent.liveness.caller_lost(session)
 
-    def said_goodbye(self, member: Member) -> None:
-        """A worker left on purpose."""
-        self.lost(member, f"worker {member.name!r} has shut down", departed=True)
+    def said_goodbye(self, member: Member, exited: bool) -> None:
+        """A worker left on purpose, or its program has ended."""
+        self.lost(member, how_it_leaves(member, exited), departed=not exited)
 
-    def caller_said_goodbye(self, member: Member) -> None:
-        """A worker that calls this one left on purpose."""
-        self._leaves(member, f"worker {member.name!r} has shut down")
+    def caller_said_goodbye(self, member: Member, exited: bool) -> None:
+        """A worker that calls this one left on purpose, or its program has ended."""
+        self._leaves(member, how_it_leaves(member, exited))
 
     def _leaves(self, member: Member, why: str) -> None:
         """Somebody says that a worker leaves. What it answered before comes over the link, and then its end."""

@@ -233,7 +233,7 @@ class Session:
             if type(frame.message) is Ping:
                 self._send((Kind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
-                self.agent.peers.caller_said_goodbye(self.member)
+                self.agent.peers.caller_said_goodbye(self.member, frame.message.exited)
             elif type(frame.message) is Ack:  # it has said most by its header
                 requests.acknowledge_named(_numbers(frame.payload))
             elif requests.is_news(frame.request_id):
