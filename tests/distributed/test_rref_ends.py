@@ -25,9 +25,17 @@ from tests.distributed.test_rref import (
 )
 
 
-def test_ids_and_texts_are_those_of_torch() -> None:
+def test_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference says where its value is, and what if that is known; in the stand-in it speaks as torch does."""
     with cluster(2):
         first, second = rpc.RRef(0), rpc.remote("worker1", add, (1, 1))
+        assert str(first) == "<RRef 0.0 of 'worker0': int>"
+        assert str(second) == "<RRef 0.1 of 'worker1'>"
+        assert second.rpc_sync().bit_length() == 2
+        assert str(second) == "<RRef 0.1 of 'worker1': int>"
+        assert "bit_length" in dir(second.rpc_sync())
+        assert "__add__" not in dir(second.rpc_sync())
+        monkeypatch.setattr(rpc.RRef, "_shown_as_in_torch", True)
         assert str(first) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
         assert str(second) == (
             "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=1), "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import current, registry, within
 from telegrad.errors import AutogradError
@@ -26,6 +27,10 @@ def __getattr__(name: str) -> Any:
         found = globals()[name] = getattr(importlib.import_module("telegrad.engine"), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__  # what users use, and not the modules behind it
 
 
 class context:  # noqa: N801 - the name torch's users write
@@ -48,16 +53,19 @@ class context:  # noqa: N801 - the name torch's users write
                 f"end context {current.get()} first"
             )
         self._registry = registry()
+        self._since = 0.0 if trace.recorder is None else trace.now()
         self._context = self._registry.open(self._strict)
         self._token = current.set(self._context)
         return self._context.context_id
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._context is not None
         current.reset(self._token)
         self._registry.end_everywhere(self._context.context_id)
+        if self._since and trace.recorder is not None:
+            trace.recorder.span("context", "context", self._since, context=self._context.context_id)
 
 
 def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from telegrad.wire.messages import (
     PythonRemoteCall,
     RpcWithAutograd,
     RpcWithAutogradReply,
+    RpcWithProfilingReply,
     RRefFetch,
 )
 from telegrad.wire.specs import Flag
@@ -162,7 +163,7 @@ def serve_recorded(agent: Agent, request: Request) -> None:
 
 def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
     """A reply came after its caller had given up: its tensors are lost, and their Send must hear so in a pass."""
-    message = frame.message
+    message = frame.message.reply if type(frame.message) is RpcWithProfilingReply else frame.message
     if type(message) is not RpcWithAutogradReply or not _has_gradients(frame):
         return
     context = registry.get(message.metadata.context_id)

@@ -5,8 +5,8 @@ context reaches has one under the same id; the worker that opened it tells them 
 """
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -44,6 +44,7 @@ class Context:
         self.ended = False
         # What a running pass waits for, in words; set by the engine.
         self.waiting_for: Callable[[], list[str]] | None = None
+        self.profile: Any = None  # runs what passes do here, while a root profiles them
         self._lock = threading.Lock()
         self.newest_pass: dict[WorkerId, PassId] = {}  # by its root: what comes about an older one comes too late
         self._late: Late | None = None
@@ -119,7 +120,7 @@ class Context:
 
     # --- what passes leave ---
 
-    def accumulate(self, gradients: dict[Tensor, Tensor]) -> None:
+    def accumulate(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Add the leaf gradients of a finished pass."""
         with self._lock:
             for leaf, gradient in gradients.items():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from telegrad.autograd.context import Context
-from telegrad.errors import ContextNotFound
+from telegrad.errors import AutogradError, ContextNotFound
 from telegrad.ids import (
     GENERATION_BITS,
     LOCAL_BITS,
@@ -31,6 +31,7 @@ log = logging.getLogger("telegrad.autograd")
 current: ContextVar[Context | None] = ContextVar("telegrad_context", default=None)
 
 _ENDED_MEMORY = 4096
+MOST_CONTEXTS = 16384  # that others may begin here
 
 
 class ContextEngine(Layer):
@@ -89,6 +90,11 @@ class Registry(Layer):
             if context_id in self._ended:
                 raise ContextNotFound(
                     f"context {context_id} has ended; a call in it reached worker {self.agent.info.name!r} too late"
+                )
+            if context_id not in self._contexts and len(self._contexts) >= MOST_CONTEXTS:
+                raise AutogradError(
+                    f"worker {self.agent.info.name!r} has a part in {MOST_CONTEXTS} contexts that have not ended; it "
+                    "takes part in no more"
                 )
             return self._contexts.setdefault(context_id, Context(context_id, self.here))
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed  # noqa: F401 - the parent of what is replaced
 
 from telegrad.compat.failures import leave_failures_to_logging, print_failures
+from telegrad.rref import RRef
 
 # What stands in for what. Those of torch's that were not imported yet are never loaded. A submodule that is not listed
 # here but lies in `telegrad/compat/rpc` is found there when it is first imported.
@@ -157,6 +158,7 @@ def install() -> None:
             replacement = Replacement()
             replacement.apply()
             _installed.append(replacement)
+            RRef._shown_as_in_torch = True
 
 
 def uninstall() -> None:
@@ -164,6 +166,7 @@ def uninstall() -> None:
     with _lock:
         if _installed:
             _installed.pop().undo()
+            RRef._shown_as_in_torch = False
 
 
 def is_installed() -> bool:

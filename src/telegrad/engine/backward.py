@@ -5,6 +5,7 @@
 3. Each worker answers when it has heard all its Sends and run all its regions. When all have, it is done.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +13,23 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import registry, within
-from telegrad.engine.roll import Roll
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
+from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+
+
+class PassProfiler(Layer):
+    """Who has the other workers profile their parts of a pass; a layer above derives this."""
+
+    def profiling(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Around a pass that begins in a thread that is being profiled."""
+        raise NotImplementedError
 
 
 def backward(
@@ -43,15 +53,22 @@ def backward(
     An error on any worker ends the pass on all, and is raised here with that worker's name and traceback.
     """
     agent = require_agent()
+    since = 0.0 if trace.recorder is None else trace.now()
     context = registry().find(context_id)
     context.check_usable()
     tensors = _fetch_roots(context, roots)
     entries = _entries(tensors, grad_tensors)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
-    service = agent.layer(Service)
-    roll = Roll(service, seconds)
-    pass_ = service.begin(context, retain_graph, entries, roll)
-    roll.wait(pass_)
+    pass_ = agent.layer(Service).open(context, retain_graph, seconds)
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        with agent.layer(PassProfiler).profiling(context):
+            pass_.begin(entries)
+            pass_.wait()
+    else:
+        pass_.begin(entries)
+        pass_.wait()
+    if since and trace.recorder is not None:
+        trace.recorder.span("backward", "backward", since, context=context_id)
 
 
 def backward_async(

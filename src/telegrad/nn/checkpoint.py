@@ -18,6 +18,7 @@ from telegrad.nn.whole_model import load_state_dict, state_dict
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Gather the model's state from all its owners and write it to `path`."""
+    _check_model(model, "save")
     target = Path(path)
     safetensors = _safetensors(target) if _is_safetensors(target) else None
     state = state_dict(model)
@@ -36,12 +37,22 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def restore(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> Any:
     """Read `path` and give every module, here and on other workers, its part; returns what `load_state_dict` does."""
+    _check_model(model, "restore")
     source = Path(path)
     if _is_safetensors(source):
         state = _safetensors(source).load_file(source)
     else:
         state = torch.load(source, map_location="cpu", weights_only=True)
     return load_state_dict(model, state, strict=strict)
+
+
+def _check_model(model: Any, what: str) -> None:
+    if not isinstance(model, nn.Module):
+        hint = "wrap what it refers to: a RemoteModule, or a model that has some" if hasattr(model, "to_here") else ""
+        raise TypeError(
+            f"nn.{what} takes a torch.nn.Module, which may have RemoteModules in it, and got {model!r}"
+            + (f"; for a reference, {hint}" if hint else "")
+        )
 
 
 def _is_safetensors(path: Path) -> bool:

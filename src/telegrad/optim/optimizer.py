@@ -45,16 +45,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, optimizer_class: type[torch.optim.Optimizer], params_rref: Iterable[Any], *args: Any, **kwargs: Any
+        self, optimizer_class: type[torch.optim.Optimizer], params_rref: Iterable[Any] = (), *args: Any, **kwargs: Any
     ) -> None:
-        _refuse_closures(optimizer_class)
+        _check_class(optimizer_class)
         groups, grouped = parameter_groups(params_rref)
         self._how = (optimizer_class, args, kwargs)
         self._shares = split_by_owner(groups)
-        made = ask_all(
-            f"creating {getattr(optimizer_class, '__name__', optimizer_class)}",
-            {owner: (create, optimizer_class, mine, grouped, args, kwargs) for owner, mine in self._shares.items()},
-        )
+        made = self._create_locals(grouped)
         self._locals = {owner: local for owner, (local, _, _) in made.items()}
         _, defaults, _ = next(iter(made.values()))
         for _, _, options in made.values():
@@ -62,6 +59,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 groups[number].update(resolved)
         super().__init__(groups, defaults)
         self._told = [options_of(group) for group in self.param_groups]
+
+    def _create_locals(self, grouped: bool) -> dict[str, tuple[Any, Options, dict[int, Options]]]:
+        """Each owner's local optimizer, as a reference, and its description."""
+        optimizer_class, args, kwargs = self._how
+        return ask_all(
+            f"creating {getattr(optimizer_class, '__name__', optimizer_class)}",
+            {owner: (create, optimizer_class, mine, grouped, args, kwargs) for owner, mine in self._shares.items()},
+        )
 
     @property
     def remote_optimizers(self) -> list[Any]:
@@ -206,7 +211,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return ask_all(what, {owner: (on_owner, local, method, *args) for owner, local in self._locals.items()})
 
 
-def _refuse_closures(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def _check_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    if isinstance(optimizer_class, torch.nn.Module | torch.optim.Optimizer) or not callable(optimizer_class):
+        raise TypeError(
+            f"the first argument is the class of the optimizer each owner makes, and got {optimizer_class!r:.200}; "
+            "write for instance `DistributedOptimizer(torch.optim.SGD, telegrad.nn.remote_parameters(model), lr=0.1)`"
+        )
     step = getattr(optimizer_class, "step", None)  # A function that makes optimizers has none; its step is not checked.
     closure = inspect.signature(step).parameters.get("closure") if step is not None else None
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from telegrad import rpc
+from telegrad import rpc, trace
 from telegrad.engine.leaves import claimed
 from telegrad.optim.gradients import Gradients, context_gradients, gradient_norms
 from telegrad.optim.shares import GroupShare, Options, options_of
@@ -96,7 +96,11 @@ class LocalOptimizer:
             try:
                 for param in params:
                     param.grad = total.get(param)
-                self.optimizer.step()
+                if trace.recorder is None:
+                    self.optimizer.step()
+                else:
+                    name = f"{type(self.optimizer).__name__}.step"
+                    trace.recorder.timed(name, "optimizer", self.optimizer.step)
             finally:
                 for param, gradient in zip(params, found, strict=True):
                     param.grad = gradient

@@ -46,6 +46,11 @@ def parameter_groups(params_rref: Iterable[Any]) -> tuple[list[dict[str, Any]], 
             f"DistributedOptimizer takes a list of references to parameters, not one {type(params_rref).__name__}; "
             "put it in a list"
         )
+    if isinstance(params_rref, torch.nn.Module):
+        raise TypeError(
+            "DistributedOptimizer takes references to parameters, not a model: pass "
+            "`telegrad.nn.remote_parameters(model)`, which finds those of its RemoteModules, too"
+        )
     entries = list(params_rref)
     if not entries:
         raise ValueError("optimizer got an empty parameter list: give it references to the parameters to train")

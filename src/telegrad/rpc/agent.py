@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from telegrad import trace
 from telegrad.errors import ProtocolError
 from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.devices import place
@@ -32,6 +33,7 @@ from telegrad.rpc.threads.timer import Timer
 from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.copying import Helpers
+from telegrad.transport.tls import TlsEnds
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import AnyMessage, ExceptionReply, Goodbye
@@ -58,6 +60,7 @@ class Agent:
         options: RpcBackendOptions,
         listeners: Listeners,
         place: MemberLog | None = None,
+        tls: TlsEnds | None = None,
     ) -> None:
         self.member = member
         self.info = member.info
@@ -81,7 +84,7 @@ class Agent:
         self.closing = False
         self._lock = threading.Lock()
         self.peers = peers = Peers(self)
-        self.connector = Connector(self, secret, listeners)
+        self.connector = Connector(self, secret, listeners, tls)
         # Bound, so that no call pays for a step in between.
         self.find, self.link = peers.find, peers.link
         self.lost, self.is_dead = peers.lost, peers.is_dead
@@ -134,6 +137,8 @@ class Agent:
             slot.on_reply = on_reply
         if definition:
             slot.definition = definition
+        if trace.recorder is not None:
+            trace.recorder.asked(slot, message, packed.payload, tensors, memory)
         link.request(slot, message, packed.payload, tensors, memory)
         return slot
 
@@ -199,6 +204,9 @@ class Agent:
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
+        if trace.recorder is not None and trace.recorder.takes(request):
+            trace.recorder.serve(request, self.serve)
+            return
         served = self._served.get(type(request.message))
         try:
             if served is None:

@@ -1,7 +1,7 @@
 """`rpc_sync` and `rpc_async`: a function, some arguments, another worker."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 
@@ -10,7 +10,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
-from telegrad.rpc.layer import OnReply
+from telegrad.rpc.layer import Layer, OnReply
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.packing import take_back
 from telegrad.rpc.remote_errors import hide_own_frames
@@ -20,13 +20,25 @@ from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage, PythonCall
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 Worker = str | int | WorkerInfo
 # What to do when the reply has come or will not, in whichever thread finds out.
 Complete = Callable[[Slot], None]
 
+# Wraps a call that is wrapped already, and what is done with its reply.
+Around = Callable[[AnyMessage, OnReply | None], tuple[AnyMessage, OnReply]]
+
 NOTHING = Packed(b"", [])
+
+
+class CallProfiler(Layer):
+    """Who profiles on other workers what calls do there that are made under a profiler; a layer above derives this."""
+
+    def begin(self, how: str, func: Any, member: Member) -> Around:
+        """A call of `func`, "sync", "async" or "remote", is about to go out from a thread that is being profiled."""
+        raise NotImplementedError
 
 
 def name_of(func: Any) -> str:
@@ -58,8 +70,12 @@ def start_call(
     patience: float | None = None,
 ) -> Slot:
     """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer."""
+    around: Around | None = None
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        _mark_in_profile(agent, member, func, make, future)
+        profiler = agent.find_layer(CallProfiler)
+        if profiler is not None:
+            how = "remote" if make is not PythonCall else "sync" if future is None else "async"
+            around = profiler.begin(how, func, member)
     if timeout == UNSET_RPC_TIMEOUT:
         timeout = agent.rpc_timeout
     link = agent.link(member)
@@ -75,17 +91,11 @@ def start_call(
         definition=full,
         complete=complete,
         future=future,
+        around=around,
     )
     if definition:
         remember_function(link, func, number, definition)
     return slot
-
-
-def _mark_in_profile(agent: Agent, member: Member, func: Any, make: Any, future: Future[Any] | None) -> None:
-    """Leave an event of the name torch gives to such a call in the profile that is being recorded."""
-    how = "remote" if make is not PythonCall else "sync" if future is None else "async"
-    with torch.autograd.profiler.record_function(f"rpc_{how}#{name_of(func)}({agent.info.name} -> {member.name})"):
-        pass
 
 
 def start_request(
@@ -99,14 +109,17 @@ def start_request(
     definition: bytes = b"",
     complete: Complete | None = None,
     future: Future[Any] | None = None,
+    around: Around | None = None,
 ) -> Slot:
-    """Send a request that carries values of the user, which the layers above may wrap."""
+    """Send a request that carries values of the user, which the layers above may wrap, and `around` once more."""
     on_reply: OnReply | None = None
     try:
         for wrap in agent.wrap_call:
             wrapped = wrap(member.worker_id, message, packed.tensors)
             if wrapped is not None:
                 message, on_reply = wrapped
+        if around is not None:
+            message, on_reply = around(message, on_reply)
         agent.calls_made += 1
         return agent.send(
             member,
@@ -147,9 +160,9 @@ def complete_future(slot: Slot) -> None:
 @overload
 def rpc_sync(
     to: Worker,
-    func: Callable[..., Awaitable[T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
+    func: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]],
+    args: tuple[*Ts],
+    kwargs: None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     retries: int = 0,
@@ -157,8 +170,58 @@ def rpc_sync(
 @overload
 def rpc_sync(
     to: Worker,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[[], Coroutine[Any, Any, T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[[], T],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
     func: Callable[..., T],
     args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+    retries: int = 0,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Worker,
+    func: Callable[..., T],
+    args: list[Any],
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
@@ -204,14 +267,52 @@ def rpc_sync(
 @overload
 def rpc_async(
     to: Worker,
-    func: Callable[..., Awaitable[T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
+    func: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]],
+    args: tuple[*Ts],
+    kwargs: None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[T]: ...
 @overload
 def rpc_async(
-    to: Worker, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Worker,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker,
+    func: Callable[[], Coroutine[Any, Any, T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker, func: Callable[[], T], args: None = None, kwargs: None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker,
+    func: Callable[..., T],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Worker, func: Callable[..., T], args: list[Any], kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future[T]: ...
 def rpc_async(
     to: Worker, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT

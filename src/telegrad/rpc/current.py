@@ -23,8 +23,9 @@ def require_agent() -> Agent:
     agent = _current.agent
     if agent is None:
         raise NotInitialized(
-            "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first, or telegrad.rpc.init_rpc. "
-            "(Current RPC agent is not set! Did you initialize the RPC framework, e.g. by calling `rpc.init_rpc`?)"
+            "RPC has not been initialized in this process. Call `rpc.init_rpc(name)` first, or use "
+            "`with telegrad.local_cluster(workers=2):`. (Current RPC agent is not set! Did you initialize the RPC "
+            "framework? A forked child has to do so again.)"
         )
     return agent
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from telegrad import trace
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.threads.yield_turn import blocking
 
@@ -46,7 +47,10 @@ class Future(torch.futures.Future[T]):
         if not self.done():
             awaited = self.awaited
             if awaited is not None:
-                awaited.wait()
+                if trace.recorder is not None:
+                    trace.recorder.waited(awaited.wait, awaited)
+                else:
+                    awaited.wait()
             if not self.done():
                 with blocking():
                     return cast(T, torch._C.Future.wait(self))

@@ -49,6 +49,12 @@ class OwnerHandle:
         """The worker where the value lives: this one."""
         return self._references.agent.member
 
+    def kind(self) -> str:
+        """What the value is, in words."""
+        if self.value.failure is not None:
+            return "could not be made"
+        return type(self.value.value).__name__ if self.value.done else "still being made"
+
     def check_usable(self, _: str) -> None:
         """Raise if the value was to be made by a call that is known to have failed."""
         if self.creation is not None:
@@ -91,6 +97,11 @@ class UserHandle:
     def references(self) -> References:
         """The references of the agent this handle belongs to."""
         return self._references
+
+    def kind(self) -> str:
+        """What the value is, in words, as far as that is known here: nobody is asked."""
+        known = self.type
+        return str(known.value().__name__) if known is not None and known.done() and not known.failed else ""
 
     def check_usable(self, use: str) -> None:
         """Raise if the value cannot be reached any more: `use` is what was tried."""

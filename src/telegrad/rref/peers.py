@@ -50,3 +50,8 @@ def maker_of(id_: int) -> PeerId:
 def show_id(id_: int) -> str:
     """An id in the form torch shows it in."""
     return f"GloballyUniqueId(created_on={worker_id_of(maker_of(id_))}, local_id={id_ & _COUNTER_MASK})"
+
+
+def short_id(id_: int) -> str:
+    """An id for people: the worker that made it, and its number there."""
+    return f"{worker_id_of(maker_of(id_))}.{id_ & _COUNTER_MASK}"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Method = Callable[..., Any]
 
+_DIR_SECONDS = 5.0
+
 
 # --- on the owner ---
 
@@ -94,6 +96,9 @@ def _how_to_invoke(cls: Any, method: str) -> Method:
     return _invoke_async_execution if hasattr(getattr(cls, method), ASYNC_MARK) else _invoke
 
 
+_CALLED_BY_NAME = ("__enter__", "__exit__")  # a value that others turn on and off, such as a profile on its worker
+
+
 class _Proxy(ABC):
     """Attributes of a proxy are methods of the value."""
 
@@ -102,7 +107,16 @@ class _Proxy(ABC):
         self._timeout = timeout
 
     def __getattr__(self, method: str) -> Method:
+        if (
+            method.startswith("__") and method not in _CALLED_BY_NAME
+        ):  # what Python or a tool looks for; a method of the value would be named in full
+            raise AttributeError(f"a proxy calls methods of the value, and {method!r} is not called by its name")
         return partial(self._call, method)
+
+    def __dir__(self) -> list[str]:
+        """The methods that can be called: for completion. Asks the owner for the type of the value, once."""
+        cls = type_of(self._rref, _DIR_SECONDS).wait()
+        return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
 
     @abstractmethod
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +134,10 @@ class SyncProxy(_Proxy):
 
 class AsyncProxy(_Proxy):
     """Returns a future of what the method returns."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, method: str) -> Callable[..., Future[Any]]: ...
 
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         result: Future[Any] = Future(what=f"{method}() of {self._rref}")
@@ -146,6 +164,10 @@ class AsyncProxy(_Proxy):
 
 class RemoteProxy(_Proxy):
     """Returns a reference to what the method returns."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, method: str) -> "Callable[..., RRef[Any]]": ...
 
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         rref, handle = self._rref, self._rref._handle

@@ -1,7 +1,7 @@
 """`RRef` and `remote`: a value that lives on one worker, named from any."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar, cast, overload
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Generic, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import torch
 
@@ -14,9 +14,11 @@ from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
 from telegrad.rref.handles import Handle, OwnerHandle, create, hold
+from telegrad.rref.peers import short_id
 from telegrad.rref.references import references_of
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 NO_CONTEXT = -1
 
@@ -37,6 +39,7 @@ class RRef(Generic[T]):
     """
 
     _handle: Handle
+    _shown_as_in_torch = False  # set by the stand-in, whose programs may read the text
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
@@ -50,7 +53,11 @@ class RRef(Generic[T]):
         return made
 
     def __repr__(self) -> str:
-        return repr(self._handle)
+        handle = self._handle
+        if RRef._shown_as_in_torch:
+            return repr(handle)
+        kind = handle.kind()
+        return f"<RRef {short_id(handle.rref_id)} of {handle.owner.name!r}{': ' if kind else ''}{kind}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Calls do not come here: see travel.py.
@@ -106,6 +113,8 @@ class RRef(Generic[T]):
         future.set_result(None)
         return future
 
+    _get_profiling_future = _get_future  # by then the events of the call are in the profile it was made under
+
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value, or a future of it if not `blocking`. An owner is asked once."""
         future = proxy.type_of(self, as_timeout(timeout))
@@ -113,15 +122,18 @@ class RRef(Generic[T]):
 
     # --- calls of its methods ---
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """A proxy: `rref.rpc_sync().method(x)` runs the method on the owner and returns what it returns."""
-        return proxy.SyncProxy(self, as_timeout(timeout))
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """A proxy: `rref.rpc_sync().method(x)` runs the method on the owner and returns what it returns.
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        To a type checker it is the value itself, whose methods have the right types; at run time it has methods only.
+        """
+        return cast(T, proxy.SyncProxy(self, as_timeout(timeout)))
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> "proxy.AsyncProxy":
         """A proxy: `rref.rpc_async().method(x)` runs the method on the owner and returns a future."""
         return proxy.AsyncProxy(self, as_timeout(timeout))
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> "proxy.RemoteProxy":
         """A proxy: `rref.remote().method(x)` runs the method on the owner and returns a reference to the result."""
         return proxy.RemoteProxy(self, as_timeout(timeout))
 
@@ -152,14 +164,52 @@ class RRef(Generic[T]):
 @overload
 def remote(
     to: Worker,
-    func: Callable[..., Awaitable[T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
+    func: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]],
+    args: tuple[*Ts],
+    kwargs: None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[T]: ...
 @overload
 def remote(
-    to: Worker, func: Callable[..., T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Worker,
+    func: Callable[[Unpack[Ts]], T],
+    args: tuple[*Ts],
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Worker,
+    func: Callable[[], Coroutine[Any, Any, T]],
+    args: None = None,
+    kwargs: None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Worker, func: Callable[[], T], args: None = None, kwargs: None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Worker,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Worker,
+    func: Callable[..., T],
+    args: Args = None,
+    *,
+    kwargs: Mapping[str, Any],
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Worker, func: Callable[..., T], args: list[Any], kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> RRef[T]: ...
 def remote(
     to: Worker, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT

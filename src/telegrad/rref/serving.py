@@ -80,7 +80,7 @@ def serve_fetch(references: References, request: Request) -> None:
     """Send a value as soon as it exists. No thread waits for it."""
     message = request.message
     assert type(message) is RRefFetch
-    value = references.value_of(message.rref_id)
+    value = references.value_for(message.rref_id, peer_of(request.caller))
     if value.done:
         _send_value(references, request, value)
     else:

@@ -147,7 +147,7 @@ class RpcWithAutograd(Message, frozen=True, tag=20):
 
 def with_definition(call: Any, definition: bytes) -> Any:
     """The message of a call, with the definition of its function rather than the number alone."""
-    if type(call) is RpcWithAutograd:
+    if type(call) is RpcWithAutograd or type(call) is RpcWithProfiling:
         return msgspec.structs.replace(call, call=with_definition(call.call, definition))
     return msgspec.structs.replace(call, definition=definition)
 
@@ -239,15 +239,17 @@ class CleanupAutogradContextReply(Message, frozen=True, tag=29):
 
 
 class RpcWithProfiling(Message, frozen=True, tag=30):
-    """A call made under a profiler: record it under `key` and return the events."""
+    """A call made under a profiler: profile it as well, with the same `options`, and return the events."""
 
-    key: str
+    key: str  # what the call is named in the caller's profile
+    options: int
     call: PythonCall | PythonRemoteCall | RRefFetch | RpcWithAutograd
 
 
 class RpcWithProfilingReply(Message, frozen=True, tag=31):
-    """The reply of such a call; the recorded events precede the result in the payload."""
+    """The reply of such a call, with the events of its profile as msgpack."""
 
+    events: bytes
     reply: PythonReply | RRefFetchReply | Ack | RpcWithAutogradReply
 
 
@@ -313,6 +315,19 @@ class WaitsReply(Message, frozen=True, tag=47):
     waits: tuple[tuple[str, int], ...]
 
 
+class Observe(Message, frozen=True, tag=60):
+    """Tell me about yourself: `what` says what, `data` is what that needs. Answered even if all threads are taken."""
+
+    what: str
+    data: bytes
+
+
+class Observed(Message, frozen=True, tag=61):
+    """What was asked for, as msgpack; nothing in it is pickled."""
+
+    data: bytes
+
+
 AnyMessage = (
     PythonCall
     | PythonReply
@@ -353,4 +368,6 @@ AnyMessage = (
     | DialBack
     | DebugWaits
     | WaitsReply
+    | Observe
+    | Observed
 )

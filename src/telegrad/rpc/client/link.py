@@ -7,12 +7,14 @@ lost. A link ends with the worker: then everything that still waits is told so. 
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from telegrad import trace
 from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
@@ -20,6 +22,7 @@ from telegrad.rpc.server.at_most_once import KEPT_NOTICES
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.transport.connection import Connection
+from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.frames import Kind
 from telegrad.wire.messages import AnyMessage, Ping
 
@@ -37,6 +40,9 @@ class Link:
         self.agent = agent
         self.member = member
         self.number = number
+        self._ticket = os.urandom(
+            TICKET_BYTES
+        )  # shown with each connection, so that nobody else can go on with this link
         self.pending = Pending()
         self.functions: dict[Any, tuple[int, bytes]] = {}  # what was sent once is a number afterwards
         self.main_by_value = False
@@ -104,7 +110,7 @@ class Link:
         limit = time.monotonic() + self.agent.liveness.patience
         while True:
             # While a thread waits to write, somebody must read: the worker may be busy writing to us.
-            dialled = self.agent.connector.dial(self.member, self.number, self.replies.arm, deadline)
+            dialled = self.agent.connector.dial(self.member, self.number, self._ticket, self.replies.arm, deadline)
             connection, self.main_by_value = dialled
             try:
                 self._send_again(connection, limit)
@@ -229,6 +235,8 @@ class Link:
 
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
+        if trace.recorder is not None:
+            trace.recorder.answered(slot)
         said_at, threads = self.exhausted
         state = "may still be running it. Pass a longer `timeout` if that is expected"
         if said_at > slot.since:

@@ -37,6 +37,7 @@ class Slot:
     # has only the number that stands for it.
     resend: tuple[Any, ...] = ()
     definition = b""
+    seen: Any = None  # what is recorded of it, while recording is on
 
     def __init__(self, subject: str | Callable[[], str], timeout: float, deadline: float) -> None:
         self.subject = subject

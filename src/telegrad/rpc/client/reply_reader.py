@@ -16,6 +16,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from telegrad import trace
 from telegrad.errors import ProtocolError
 from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
@@ -243,6 +244,8 @@ class ReplyReader:
     def finish(self, slot: Slot) -> None:
         """A slot that was taken out of the table has its reply, or its error: let its caller go on."""
         slot.done = True
+        if trace.recorder is not None:
+            trace.recorder.answered(slot)
         if slot.complete is not None:
             # Callbacks may run for long, and may wait for another reply of this link; this thread reads it.
             self._agent.complete(slot)

@@ -25,9 +25,13 @@ from telegrad.rpc.job import job_marker
 from telegrad.rpc.job import store as store_host
 from telegrad.rpc.job.job_marker import JobMarker
 from telegrad.rpc.job.store_client import Prefixed
+from telegrad.rpc.trust.files import make_private
+from telegrad.rpc.trust.rate import LimitedLog
+from telegrad.rpc.trust.seal import UNSEALED, Seal
 from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.rpc")
+_warnings = LimitedLog(log)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # Whoever opens a store writes the job's marker into it at once. One that has none for so long is not ours.
@@ -43,6 +47,8 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     """The store that `init_method` names. Others than the plain forms of tcp:// and env:// are left to torch."""
     limit = timedelta(seconds=max(timeout, 1e-3))
     place = store_host.place_in(init_method)
+    if init_method.startswith("file:"):
+        make_private(urlparse(init_method).path)
     try:
         if place is not None:
             first = rank == 0 or (world_size is None and rank < 0 and store_host.is_here(place[0]))
@@ -80,8 +86,10 @@ def _path_in(init_method: str) -> str:
 class MemberLog:
     """The log of one job in a store."""
 
-    def __init__(self, store: Any, marker: JobMarker) -> None:
-        """`marker` says which job it is: there is one in one store. RendezvousError if another has begun there."""
+    def __init__(self, store: Any, marker: JobMarker, seal: Seal = UNSEALED) -> None:
+        """`marker` says which job it is: there is one in one store. RendezvousError if another has begun there. Records
+        have the `seal` of the job: those that have not are not read."""
+        self._seal = seal
         self.where = store_host.place_of(store)  # None for a store that does not end with a worker
         self.address = store_host.address_of(store)  # None for one that is not reached over the network
         # Whether the store is still there. Asked before each use.
@@ -110,22 +118,33 @@ class MemberLog:
         """Begin the job in this store, or see that it is the one that has begun there."""
         where = store_host.describe(store)
         if store_host.may_begin(store):
-            found = ours.compare_set("job", "", job_marker.encode(self._marker))
+            mark = ours.compare_set("mark", "", self._seal.mark)
         else:
-            deadline = time.monotonic() + _MARKER_SECONDS
-            while not ours.check("job"):
-                if time.monotonic() >= deadline:
-                    raise RendezvousError(
-                        f"{where} is a store of torch's in which no job of Telegrad has begun: it belongs to another "
-                        "program. Give this job another port"
-                    )
-                time.sleep(_LONGEST_PAUSE)
-            found = ours.get("job")
+            self._await_job(ours, where)
+            mark = ours.get("mark")
+        if mark.decode() != self._seal.mark:
+            raise RendezvousError(
+                "the store where this worker should meet others is that of a job with another secret, or of somebody "
+                "who knows none; it was not joined. Give all workers of a job the same secret (TELEGRAD_SECRET), and "
+                "each job a place of its own"
+            )
+        found = ours.compare_set("job", "", job_marker.encode(self._marker))
         problem = job_marker.difference(job_marker.decode(found, where), self._marker, where)
         if problem:
             index = ours.add("complaints", 1) - 1  # those of the other opinion wait for this worker: let them know
             ours.set(f"complaint/{index}", problem)
             raise RendezvousError(problem)
+
+    def _await_job(self, ours: Prefixed, where: str) -> None:
+        """Whoever opened this store has begun the job there, or is about to; if not, it is a stranger's."""
+        deadline = time.monotonic() + _MARKER_SECONDS
+        while not ours.check("mark"):
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"{where} is a store of torch's in which no job of Telegrad has begun: it belongs to another "
+                    "program. Give this job another port"
+                )
+            time.sleep(_LONGEST_PAUSE)
 
     def complaints(self) -> list[str]:
         """What was said to workers that were turned away, since the last time this was asked."""
@@ -140,7 +159,8 @@ class MemberLog:
         """All leave: the next job that meets in this store may be another."""
         with self._lock:
             if self._log is not None and self.stands():
-                self._ours.delete_key("job")
+                for key in ("job", "mark"):
+                    self._ours.delete_key(key)
 
     def lose(self) -> None:
         """The store has ended: nothing more is asked of it, and no news come, until there is another."""
@@ -201,7 +221,7 @@ class MemberLog:
     def publish(self, member: Member) -> None:
         """Append a record."""
         index = int(self._open_log().add("records", 1)) - 1
-        self._open_log().set(f"record/{index}", _encode(member))
+        self._open_log().set(f"record/{index}", self._seal.seal(_encode(member)))
 
     def news(self, take: Callable[[list[Member]], None]) -> None:
         """Give the records appended since the last time to `take`. Whoever asks next finds them taken."""
@@ -219,7 +239,7 @@ class MemberLog:
                 self._read = end
                 for index in list(self._unwritten):
                     if self._log.check(f"record/{index}"):  # if not, what others wrote behind it is read all the same
-                        fresh.append(_decode(self._log.get(f"record/{index}")))
+                        fresh += self._read_record(index)
                         self._unwritten.remove(index)
         except RuntimeError as error:
             if self.where is None:
@@ -227,11 +247,23 @@ class MemberLog:
             log.debug("the rendezvous store has closed, and is opened anew: %s", error)
         return fresh
 
+    def _read_record(self, index: int) -> list[Member]:
+        record = self._seal.open(self._log.get(f"record/{index}"))
+        try:
+            if record is not None:
+                return [_decode(record)]
+            problem = "it was not written by a worker of this job"
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            problem = f"it is malformed: {error}"
+        _warnings.warning("a record in the rendezvous store was ignored: %s", problem)
+        return []
 
-def read_records(log_: Prefixed) -> list[Member]:
+
+def read_records(log_: Prefixed, seal: Seal) -> list[Member]:
     """All records of a log, for one who is no worker: a launcher that wants to know what its workers said."""
     keys = [f"record/{index}" for index in range(log_.add("records", 0))]
-    return [_decode(log_.get(key)) for key in keys if log_.check(key)]
+    records = [seal.open(log_.get(key)) for key in keys if log_.check(key)]
+    return [_decode(record) for record in records if record is not None]
 
 
 def wait_for_ranks(

@@ -1,13 +1,11 @@
 """Where this worker can be found, and whether another one that left a record is still running: without asking it."""
 
 import contextlib
-import ipaddress
 import os
 import socket
-import time
 
 from telegrad.rpc.workers import Member
-from telegrad.transport.addresses import TCP, host_identity
+from telegrad.transport.addresses import TCP, host_identity, is_loopback
 
 LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 1.0
@@ -47,38 +45,9 @@ def seems_alive(member: Member) -> bool:
     return False
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address means this machine wherever it is used."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def address_towards(host: str, port: int) -> str:
     """The address of this machine on the network that leads to `host`. Sends nothing."""
     family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as sock:
         sock.connect(where)
         return str(sock.getsockname()[0])
-
-
-class Patience:
-    """When to say again that one still waits: after `first` seconds, and then after twice as many each time."""
-
-    def __init__(self, first: float) -> None:
-        self.began = time.monotonic()
-        self._next = self.began + first
-
-    @property
-    def waited(self) -> float:
-        """Seconds since the beginning."""
-        return time.monotonic() - self.began
-
-    def is_time(self) -> bool:
-        """Whether to say so now."""
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + (now - self.began)
-        return True

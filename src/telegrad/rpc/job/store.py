@@ -5,17 +5,19 @@ beside that one tells when the store has ended, which a client that is not being
 
 That connection goes to a beacon: a socket beside the store that listens, says nothing and ends with it. The store
 itself looks up the name of whoever connects, and everyone waits while it does; a resolver that does not answer takes
-5 seconds. For the same reason it listens at an IPv4 address if that is what was given: addresses of IPv4 in the form of
-IPv6, which a socket for both sees, are not found in the hosts file.
+5 seconds. It listens at the address it was given and at no other, and a store that another user holds is not joined.
 """
 
 import errno
 import logging
 import os
 import socket
+import sys
 import time
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
@@ -24,12 +26,15 @@ from torch._C._distributed_c10d import FileStore, TCPStore
 from telegrad.errors import RendezvousError
 from telegrad.rpc.job.port_holder import listens_in_this_process, who_listens
 from telegrad.rpc.job.store_client import NotAStore, StoreClient
+from telegrad.transport.addresses import is_loopback
 
 log = logging.getLogger("telegrad.rpc")
 
 _CONNECT_SECONDS = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 _FIRST_NOTICE = 5.0  # seconds of waiting after which a line says for what
+_LISTENING = "0A"  # in /proc/net/tcp
+_BYTE_ORDER = -1 if sys.byteorder == "little" else 1
 _BEACON = "telegrad/beacon"
 _BEACON_LOOKS = 50
 
@@ -142,6 +147,7 @@ def attempt(place: Place, *, opens: bool, seconds: float) -> Any:
             )
             _light_beacon(store, host)
             return store
+    _check_holder(place)
     return StoreClient(host, port, connect_seconds=min(seconds, _CONNECT_SECONDS), timeout=seconds)
 
 
@@ -156,18 +162,55 @@ def _take(place: Place) -> socket.socket | None:
 
 
 def _listener(place: Place) -> socket.socket:
+    """A socket that listens at the address it was given, and at no other."""
     host, port = place
-    both = socket.has_dualstack_ipv6() and not _is_ipv4(host)
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
+    found = _addresses(host)
+    if not is_loopback(host) and all(is_loopback(address) for _, address in found):
+        # The name of this machine, in its own hosts file; others know it by another address.
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
+    family, address = found[0]
+    return socket.create_server((address, port), family=family, backlog=4096)
 
 
-def _is_ipv4(host: str) -> bool:
-    try:
-        socket.inet_pton(socket.AF_INET, host)
-    except OSError:
-        return False
-    return True
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """The addresses that a name stands for, those of IPv4 first."""
+    found = {
+        (family, str(where[0]))
+        for family, _, _, _, where in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        if family in (socket.AF_INET, socket.AF_INET6)
+    }
+    return sorted(found, key=lambda one: (one[0] != socket.AF_INET, one[1]))
+
+
+def _listening() -> Iterator[tuple[bytes, int, int]]:
+    """Address, port and user of all that listens on this machine, as far as the system tells."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, _, state, _, _, _, uid, *_ = line.split()
+            if state == _LISTENING:
+                address, _, port = local.partition(":")
+                words = bytes.fromhex(address)  # each four bytes in the order of this machine
+                network = b"".join(words[i : i + 4][::_BYTE_ORDER] for i in range(0, len(words), 4))
+                yield network, int(port, 16), int(uid)
+
+
+def _check_holder(place: Place) -> None:
+    """Raise unless the store on this machine is one of this user's, or of root: a stranger may have been first."""
+    host, port = place
+    meant = {socket.inet_pton(family, address) for family, address in _addresses(host)}
+    users = {uid for address, at, uid in _listening() if at == port and (address in meant or not any(address))}
+    strangers = users - {os.getuid(), 0}
+    if strangers and is_here(host):
+        raise RendezvousError(
+            f"port {port} is held by a process of another user (uid {', '.join(map(str, sorted(strangers)))}); its "
+            "store was not joined. Choose another port (MASTER_PORT)"
+        )
 
 
 def _light_beacon(store: TCPStore, host: str) -> None:

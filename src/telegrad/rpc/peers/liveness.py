@@ -198,7 +198,6 @@ class Liveness(Layer):
 
     def unreachable(self, member: Member, error: Exception) -> WorkerDied:
         """The error for a worker that does not answer at its addresses."""
-        self._agent.peers.look_for_news()  # it may have said that it leaves
         where = ", ".join(f"{a.host}:{a.where}" if a.kind == TCP else a.where for a in member.addresses)
         left = self._agent.directory.how_left(member)
         return WorkerDied(
@@ -220,6 +219,7 @@ class Liveness(Layer):
                     with blocking():
                         time.sleep(REDIAL_SECONDS)
                 else:
+                    agent.peers.look_for_news()  # it may have said that it leaves: then that is what ends it
                     agent.lost(link.member, f"worker {link.member.name!r} is gone: its connection closed, and {error}")
             except TelegradError as error:
                 agent.lost(link.member, f"worker {link.member.name!r} cannot be reached again: {error}")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from telegrad.errors import NotInitialized, UnknownWorker, WorkerDied
 from telegrad.ids import Incarnation, WorkerId, generation_of
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
 log = logging.getLogger("telegrad.rpc")
+
+MOST_SESSIONS = 4096  # links of all callers together
+_MOST_DEAD = 65536  # ends that are remembered
 
 
 def _key(hello: Hello) -> tuple[int, int, int]:
@@ -39,6 +43,7 @@ class Peers:
         self._links: dict[WorkerId, Link] = {}
         self._link_numbers = 0
         self._sessions: dict[tuple[int, int, int], Session] = {}
+        self._orphaned: WeakSet[Session] = WeakSet()  # of the dead, as long as something they asked still runs here
         self._dead: dict[int, WorkerDied] = {}  # by incarnation
 
     # --- who ---
@@ -155,9 +160,14 @@ class Peers:
         with self._lock:
             return list(self._sessions.values())
 
-    def knows(self, hello: Hello) -> bool:
-        """Whether there is a session for the link that a caller dials for."""
-        return _key(hello) in self._sessions
+    def orphaned(self) -> list[Session]:
+        """Sessions of workers that died, in which something is still running."""
+        with self._lock:
+            return list(self._orphaned)
+
+    def session_for(self, hello: Hello) -> Session | None:
+        """The session of the link that a caller dials for, if it has dialled before."""
+        return self._sessions.get(_key(hello))
 
     def serve(self, hello: Hello, connection: Connection, main_by_value: bool) -> None:
         """Serve what a caller that was let in asks over a connection, its first or the next."""
@@ -170,7 +180,8 @@ class Peers:
                 known = self._directory.by_id(hello.worker_id)
                 if known is None or known.incarnation != hello.incarnation:
                     known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
-                session = self._sessions[_key(hello)] = Session(self._agent, known, main_by_value)
+                session = Session(self._agent, known, main_by_value, hello.link, hello.ticket)
+                self._sessions[_key(hello)] = session
         session.attach(connection)
 
     # --- who is gone ---
@@ -215,9 +226,12 @@ class Peers:
                 incarnation=member.incarnation,
             )
             self._dead[member.incarnation] = error
+            while len(self._dead) > _MOST_DEAD:
+                del self._dead[next(iter(self._dead))]
             link = self._links.get(member.worker_id)
             sessions = [key for key in self._sessions if key[1] == member.incarnation]
             closed = [self._sessions.pop(key) for key in sessions]
+            self._orphaned.update(closed)
         if not departed and not self._agent.closing:
             log.warning("%s", why)
         if link is not None and link.member.incarnation == member.incarnation:

@@ -13,9 +13,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from telegrad.errors import ProtocolError
 from telegrad.rpc.server.ranges import Ranges
 
 KEPT_NOTICES = 256  # a caller sends so many again over a new connection
+MOST_KEPT = 16384  # replies of one caller that it has not acknowledged
 _REMEMBERED_NOTICES = 4 * KEPT_NOTICES
 
 Reply = tuple[Any, ...]  # what goes back to the caller, as pieces or as encoded bytes
@@ -36,6 +38,11 @@ class AtMostOnce:
 
     def __repr__(self) -> str:
         return f"<AtMostOnce: {len(self.running)} running, {len(self.replies)} kept, below {self.acknowledged} done>"
+
+    def check(self) -> None:
+        """Raise ProtocolError if the caller lets replies pile up. One of ours says what it has after 256 of them."""
+        if len(self.replies) > MOST_KEPT or self._forgotten.count > MOST_KEPT:
+            raise ProtocolError(f"it has not acknowledged {len(self.replies)} replies; no more are kept for it")
 
     def take(self, request_id: int, kind: type) -> Reply | None:
         """A request came: NEW if it is to be run now, its reply if that has to be sent again, None if neither."""

@@ -20,8 +20,9 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.packing import discard, pack_for, unpack_from
+from telegrad.rpc.server.definitions import Definition
 from telegrad.rpc.server.request import Request
-from telegrad.rpc.server.session import Definition, Session
+from telegrad.rpc.server.session import Session
 from telegrad.wire.codec import EMPTY_CALL, Packed, pack, unpack
 from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
 

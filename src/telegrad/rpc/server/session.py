@@ -14,12 +14,15 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from telegrad import trace
 from telegrad.errors import ProtocolError
 from telegrad.rpc.server.at_most_once import NEW, AtMostOnce, Reply
+from telegrad.rpc.server.definitions import Functions, note_definitions
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import local
+from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import (
@@ -27,9 +30,6 @@ from telegrad.wire.messages import (
     AnyMessage,
     Goodbye,
     Ping,
-    PythonCall,
-    PythonRemoteCall,
-    RpcWithAutograd,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.rpc")
+_errors = LimitedLog(log)
 
 # Requests of one caller that are taken and not answered. Those that occupy a thread are limited by the pool; this
 # bounds the others, coroutines and functions that return futures, and what they hold.
@@ -46,23 +47,18 @@ _LOOK_SECONDS = 0.001
 _MOST_DEFERRED = 16
 
 
-class Definition:
-    """A function that came with its number and has not been looked up yet, which may take long."""
-
-    __slots__ = ("payload",)
-
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
-
-
 class Session:
     """Requests of one incarnation of one worker, over one of its links."""
 
-    def __init__(self, agent: "Agent", member: "Member", main_by_value: bool) -> None:
+    def __init__(
+        self, agent: "Agent", member: "Member", main_by_value: bool, number: int = 0, ticket: bytes = b""
+    ) -> None:
         self.agent = agent
+        self.ticket = ticket  # whoever goes on with this session over another connection must show it
         self.member = member
+        self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value
-        self.functions: dict[int, Any] = {}  # numbers that stand for functions on this link
+        self.functions = Functions()  # numbers that stand for functions on this link
         self.connection: Connection | None = None
         self._lock = threading.Lock()
         self._turn: SessionTurn | None = None
@@ -129,7 +125,6 @@ class Session:
                 if self.paused:
                     break
                 frame = inbox.popleft()
-                self._note_definition(frame.message)
                 turn.count += 1
                 turn.running = True
                 self._take(frame)
@@ -141,7 +136,9 @@ class Session:
                 turn.give_up()
                 return
             try:
+                self.requests.check()
                 frames = connection.receive()
+                note_definitions(self.functions, frames or ())
                 if not frames and frames is not None:
                     if self._holds:
                         self._flush(connection)
@@ -152,22 +149,17 @@ class Session:
             except (OSError, ValueError):
                 frames = None
             except ProtocolError as error:
-                log.error("closing a connection of %s: %s", self.member.name, error)
-                frames = None
+                self._break_off(connection, error)
+                return
             if frames is None:
                 self._ended(connection)
                 return
             if not frames:
                 turn.give_up()
                 return
+            if trace.recorder is not None:
+                trace.recorder.arrived(self, frames)
             inbox.extend(frames)
-
-    def _note_definition(self, message: AnyMessage) -> None:
-        """The next request may name a function by the number it has here. That one may run first, in another thread,
-        and this one may be refused before it is run: so this comes before anything else, in the order of arrival."""
-        call = message.call if type(message) is RpcWithAutograd else message
-        if (type(call) is PythonCall or type(call) is PythonRemoteCall) and call.definition and call.function:
-            self.functions.setdefault(call.function, Definition(call.definition))
 
     def _serve_deferred(self) -> None:
         while True:
@@ -258,6 +250,8 @@ class Session:
         requests = self.requests
         reply = (kind, request_id, *content)
         requests.answer(request_id, reply)
+        if trace.recorder is not None:
+            trace.recorder.replied(self, request_id, kind, content)
         try:
             if self.paused:
                 self._resume()
@@ -302,6 +296,12 @@ class Session:
             log.debug("a reply to %s waits for its next connection", self.member.name)
 
     # --- the end ---
+
+    def _break_off(self, connection: Connection, error: ProtocolError) -> None:
+        """The caller sends nonsense, or more than it may."""
+        _errors.warning("closing a connection of %s: %s", self.member.name, error)
+        self._inbox.clear()
+        self._ended(connection)
 
     def _ended(self, connection: Connection) -> None:
         with self._lock:

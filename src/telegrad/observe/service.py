@@ -1,0 +1,166 @@
+"""What each worker does for whoever watches the job: it answers questions about itself.
+
+    clock      the time here
+    record     begin to record events; `stop` ends that
+    collect    the events since the last time
+    snapshot   counters, links, references, contexts, passes, waits
+    threads    what each thread runs and waits for
+
+Several may watch at once: recording is on while anybody wants it, and events are kept for each of them, up to a limit.
+"""
+
+import importlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from telegrad import trace
+from telegrad.errors import ProtocolError
+from telegrad.observe.metrics import Metrics
+from telegrad.observe.timeline.events import AnyEvent, Batch, encode, readable, thread_names
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.layer import Layer, Served
+from telegrad.rpc.server.request import Request
+from telegrad.rpc.workers import Member
+from telegrad.wire.messages import Observe, Observed
+
+LIVE = "live"  # who watches counters only: no events are kept for it
+_MOST_KEPT = trace.CAPACITY
+_DRAIN_SECONDS = 0.5
+_RECENT = 50
+
+
+class Observation(Layer):
+    """One agent, watched."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.metrics = Metrics(agent)
+        self.recent: list[tuple[float, str, str]] = []  # when (of the wall clock), what kind, in words
+        self._lock = threading.Lock()
+        self._watchers: dict[str, list[AnyEvent]] = {}
+        self._lost: dict[str, int] = {}
+        self._threads: dict[int, str] = {}
+        self._seen_lost = 0
+
+    # --- recording ---
+
+    def watch(self, watcher: str) -> None:
+        """Somebody wants events, or counters, from now on."""
+        with self._lock:
+            begins = not self._watchers
+            self._watchers.setdefault(watcher, [])
+            if trace.recorder is None:
+                trace.recorder = trace.Recorder()
+        if begins:
+            self._drain_later()
+
+    def unwatch(self, watcher: str) -> None:
+        """They do no longer."""
+        with self._lock:
+            self._watchers.pop(watcher, None)
+            if not self._watchers:
+                trace.recorder = None
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody watches."""
+        return bool(self._watchers)
+
+    def _drain_later(self) -> None:
+        if self._watchers and not self.agent.closing:
+            self.agent.timer.at(time.monotonic() + _DRAIN_SECONDS, partial(self.agent.io_threads.submit, self._tick))
+
+    def _tick(self) -> None:
+        self.drain()
+        self._drain_later()
+
+    def drain(self) -> None:
+        """Count what was recorded, and keep it for those who collect."""
+        with self._lock:
+            recorder = trace.recorder
+            if recorder is None:
+                return
+            events = readable(recorder.drain())
+            self._threads.update(thread_names())
+            lost, recorder.lost = recorder.lost, 0
+            self.metrics.count(events, lost)
+            for watcher, kept in self._watchers.items():
+                if watcher == LIVE:
+                    continue
+                room = _MOST_KEPT - len(kept)
+                kept.extend(events[:room])
+                self._lost[watcher] = self._lost.get(watcher, 0) + lost + max(0, len(events) - room)
+
+    def collect(self, watcher: str) -> Batch:
+        """The events since that watcher's last time."""
+        self.drain()
+        with self._lock:
+            events = self._watchers.get(watcher, [])
+            if watcher in self._watchers:
+                self._watchers[watcher] = []
+            lost = self._lost.pop(watcher, 0)
+            return Batch(time.monotonic(), self.agent.member.incarnation, events, dict(self._threads), lost)
+
+    # --- what happened ---
+
+    def note(self, kind: str, text: str) -> None:
+        """Remember a death or an error for those who look later."""
+        self.recent = [*self.recent[-_RECENT + 1 :], (time.time(), kind, text)]
+        if trace.recorder is not None:
+            trace.recorder.mark(text, kind)
+
+    def on_death(self, member: Member) -> None:
+        """Another worker is gone."""
+        self.note("death", f"{member.name} is gone")
+
+    # --- answering ---
+
+    def answer(self, what: str, data: bytes) -> bytes:
+        """The answer to a question."""
+        answers: dict[str, Callable[[], Any]] = {
+            "clock": time.monotonic,
+            "record": lambda: self.watch(data.decode()),
+            "stop": lambda: self.unwatch(data.decode()),
+            "collect": lambda: self.collect(data.decode()),
+            "snapshot": lambda: _load("snapshot").snapshot(self),
+            "threads": lambda: _load("threads").activities(self.agent),
+            "profile a pass": lambda: _load("profiling.remote").profile_pass(self.agent, data),
+            "the profile of a pass": lambda: _load("profiling.remote").profiled_pass(self.agent, data),
+        }
+        if what not in answers:
+            raise ProtocolError(f"worker {self.agent.info.name!r} knows nothing of {what!r}")
+        return encode(answers[what]())
+
+    def messages(self) -> Mapping[type[Any], Served]:
+        """Questions of those who watch."""
+        return {Observe: Served(self._serve, counts_as_work=False)}
+
+    def _serve(self, request: Request) -> None:
+        message = request.message
+        assert type(message) is Observe
+        self.agent.reply(request, Observed(self.answer(message.what, message.data)))
+
+    def on_close(self) -> None:
+        """The agent ends."""
+        for watcher in list(self._watchers):
+            self.unwatch(watcher)
+
+
+def _load(name: str) -> Any:
+    """A part that only those who are asked for it need."""
+    return importlib.import_module(f"telegrad.observe.{name}")
+
+
+def observation_of(agent: Agent) -> Observation:
+    """What is watched of an agent."""
+    return agent.layer(Observation)
+
+
+def clock(data: bytes) -> float:
+    """The answer to `clock`."""
+    return float(msgspec.msgpack.decode(data))

@@ -1,0 +1,161 @@
+"""`record`: collects the events of all workers while a block runs, and writes one timeline of them.
+
+Events are fetched twice a second, so a worker that dies takes only its last ones with it, and no worker keeps many. A
+worker that joins meanwhile is asked to record, too.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from telegrad.errors import TelegradError
+from telegrad.observe.asking import ask, ask_all
+from telegrad.observe.service import clock, observation_of
+from telegrad.observe.timeline.chrome import Track, build
+from telegrad.observe.timeline.clocks import Ping
+from telegrad.observe.timeline.events import AnyEvent, Batch, decode_batch
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.current import require_agent
+from telegrad.rpc.workers import Member
+
+log = logging.getLogger("telegrad.observe")
+
+_COLLECT_SECONDS = 0.5
+_PINGS = 8
+_MOST_EVENTS = 5_000_000
+
+
+class _Collected(msgspec.Struct):
+    """What one incarnation of a worker has told."""
+
+    member: Member
+    events: list[AnyEvent] = []
+    threads: dict[int, str] = {}
+    pings: list[Ping] = []
+    lost: int = 0
+
+
+class Recording:
+    """The recording of one block, from the worker that asked for it."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._watcher = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._found: dict[int, _Collected] = {}
+        self._total = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._collect_often, name="telegrad-recording", daemon=True)
+
+    def start(self) -> None:
+        """All workers record from here on."""
+        self._welcome()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Collect what is left, and let the workers record no more."""
+        self._ended.set()
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join()
+        self._collect()
+        for collected in list(self._found.values()):
+            self._ping(collected)
+        agent = self._agent
+        observation_of(agent).unwatch(self._watcher)
+        ask_all(agent, self._others(), "stop", self._watcher.encode())
+
+    def collected(self, worker: str) -> int:
+        """How many events of a worker are here already, and cannot be lost with it."""
+        return sum(len(c.events) for c in self._found.values() if c.member.name == worker)
+
+    def write(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Write what was collected; returns it as well."""
+        tracks = [
+            Track(
+                int(c.member.worker_id), c.member.incarnation, c.member.name, c.member.pid, c.events, c.threads
+            )._replace(pings=c.pings, lost=c.lost)
+            for c in sorted(self._found.values(), key=lambda c: c.member.worker_id)
+        ]
+        timeline = build(tracks, self._agent.member.incarnation)
+        with Path(path).open("w") as file:
+            json.dump(timeline, file)
+        return timeline
+
+    # --- collecting ---
+
+    def _others(self) -> list[Member]:
+        agent = self._agent
+        return [m for m in agent.directory.members() if m.worker_id != agent.member.worker_id and not agent.is_dead(m)]
+
+    def _welcome(self) -> None:
+        """Ask those to record that were not asked yet."""
+        agent = self._agent
+        if agent.member.incarnation not in self._found:
+            self._found[agent.member.incarnation] = _Collected(agent.member)
+            observation_of(agent).watch(self._watcher)
+        new = [member for member in self._others() if member.incarnation not in self._found]
+        answers = ask_all(agent, new, "record", self._watcher.encode())
+        for member in new:
+            if answers[member.incarnation] is not None:
+                collected = self._found[member.incarnation] = _Collected(member)
+                self._ping(collected)
+
+    def _ping(self, collected: _Collected) -> None:
+        if collected.member.incarnation == self._agent.member.incarnation or self._agent.is_dead(collected.member):
+            return
+        with contextlib.suppress(TelegradError, OSError):
+            for _ in range(_PINGS):
+                left = time.monotonic()
+                theirs = clock(ask(self._agent, collected.member, "clock"))
+                collected.pings.append(Ping(left, theirs, time.monotonic()))
+
+    def _collect_often(self) -> None:
+        while not self._ended.wait(_COLLECT_SECONDS) and not self._agent.closing:
+            try:
+                self._welcome()
+                self._collect()
+            except TelegradError as error:
+                log.debug("collecting the events of other workers failed: %s", error)
+
+    def _collect(self) -> None:
+        agent = self._agent
+        with self._lock:
+            others = [c.member for c in self._found.values() if c.member.incarnation != agent.member.incarnation]
+            self._take(observation_of(agent).collect(self._watcher))
+            for data in ask_all(agent, others, "collect", self._watcher.encode()).values():
+                if data is not None:
+                    self._take(decode_batch(data))
+
+    def _take(self, batch: Batch) -> None:
+        collected = self._found[batch.incarnation]
+        room = max(0, _MOST_EVENTS - self._total)
+        collected.events = collected.events + batch.events[:room] if collected.events else batch.events[:room]
+        collected.lost += batch.lost + max(0, len(batch.events) - room)
+        collected.threads = {**collected.threads, **batch.threads}
+        self._total += len(batch.events)
+
+
+@contextlib.contextmanager
+def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
+    """Record what all workers do while the block runs, and write it to `path` as one timeline.
+
+    The file opens in https://ui.perfetto.dev and in chrome://tracing: a process for each worker, a track for each of
+    its threads, and arrows from each call to where it was served, and from each Recv to its Send. The clocks of the
+    workers are aligned; how well is in the file, under `otherData`.
+    """
+    recording = Recording(require_agent())
+    recording.start()
+    try:
+        yield recording
+    finally:
+        recording.stop()
+        recording.write(path)

@@ -1,0 +1,123 @@
+"""A recorded step of four workers, against what was executed."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import autograd, observe, rpc, trace
+from telegrad.errors import WorkerDied
+from telegrad.observe.service import observation_of
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc.current import require_agent
+from tests.cluster import cluster
+from tests.observe.trace_file import check
+from tests.waiting import wait_until
+
+weight = torch.ones(2, 2, requires_grad=True)
+
+
+def leaf(x):
+    return x @ weight
+
+
+def branch(x):
+    futures = [rpc.rpc_async(f"worker{n}", leaf, args=(x,)) for n in (2, 3)]
+    return sum(future.wait() for future in futures) + rpc.rpc_sync("worker3", leaf, args=(x,))
+
+
+async def later(x):
+    await asyncio.sleep(0.005)
+    return x + 1
+
+
+def own_weight():
+    return rpc.RRef(weight)
+
+
+def step() -> None:
+    x = torch.ones(1, 2, requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", branch, args=(x,))
+        z = rpc.rpc_async("worker2", later, args=(y,))
+        autograd.backward(context_id, [z.wait().sum()])
+        optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.rpc_sync("worker3", own_weight)], lr=0.1)
+        optimizer.step(context_id)
+
+
+def slices(timeline: dict[str, Any], category: str) -> list[dict[str, Any]]:
+    return [e for e in timeline["traceEvents"] if e["ph"] == "X" and e["cat"] == category]
+
+
+@pytest.mark.slow
+def test_a_step_is_recorded_as_it_was_executed(tmp_path: Path):
+    path = tmp_path / "step.json"
+    with cluster(4) as job:
+        step()
+        with observe.record(path):
+            step()
+    assert trace.recorder is None
+    timeline = json.loads(path.read_text())
+    check(timeline)
+    workers = {e["pid"]: e["args"]["name"].split()[0] for e in timeline["traceEvents"] if e["name"] == "process_name"}
+    assert sorted(workers.values()) == job.names
+    calls = [e for e in slices(timeline, "call") if e["args"]["message"] in ("PythonCall", "PythonRemoteCall")]
+    # Every call of the program, once, from the right worker to the right one.
+    asked = Counter((workers[e["pid"]], e["name"]) for e in calls if "leaf" in e["name"] or "later" in e["name"])
+    assert asked == {
+        ("worker1", "leaf → worker2"): 1,
+        ("worker1", "leaf → worker3"): 2,
+        ("worker0", "later → worker2"): 1,
+    }
+    run = Counter((workers[e["pid"]], e["name"]) for e in slices(timeline, "forward"))
+    assert run["worker1", "branch"] == 1
+    assert (run["worker2", "leaf"], run["worker3", "leaf"]) == (1, 2)
+    # Parents: the leaves were called by the code of `branch`, and `branch` by nobody's.
+    (branch_call,) = [e for e in calls if e["name"] == "branch → worker1"]
+    assert "parent" not in branch_call["args"]
+    arrow = next(e["id"] for e in timeline["traceEvents"] if e["ph"] == "s" and e["ts"] == branch_call["ts"])
+    assert [e["args"].get("parent") for e in calls if "leaf" in e["name"]] == [arrow] * 3
+    # Times: what was served lies within its call, whoever's clock said so.
+    for call in [*calls, *slices(timeline, "gradient")]:
+        assert all(call["args"].get(part, 0) >= 0 for part in ("send_us", "queue_us", "run_us", "reply_us")), call
+    # Bytes and tensors, the pass, its regions on all workers, waits and steps.
+    assert branch_call["args"]["tensors"] == 1 and branch_call["args"]["bytes"] >= 8
+    assert Counter(e["name"] for e in slices(timeline, "backward"))["backward"] == 1
+    assert {workers[e["pid"]] for e in slices(timeline, "backward") if "region" in e["name"]} == set(job.names)
+    assert any("worker2" in e["args"]["what"] for e in slices(timeline, "wait"))
+    assert [(workers[e["pid"]], e["name"]) for e in slices(timeline, "optimizer")] == [("worker3", "SGD.step")]
+    gradients = {e["id"] for e in timeline["traceEvents"] if e["ph"] == "s" and e["cat"] == "gradient"}
+    assert len(gradients) >= 4
+    assert all(clock["error_us"] < 50_000 for clock in timeline["otherData"]["clocks"].values())
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_loses_only_its_last_events(tmp_path: Path):
+    path = tmp_path / "death.json"
+    with cluster(3) as job, observe.record(path) as recording:
+        rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1))
+        rpc.rpc_sync("worker2", torch.add, args=(torch.ones(1), 1))
+        wait_until(lambda: recording.collected("worker1") and recording.collected("worker2"))
+        job.kill("worker1")
+        with pytest.raises(WorkerDied):
+            rpc.rpc_sync("worker1", time.sleep, args=(0,))
+        wait_until(lambda: observation_of(require_agent()).recent)  # the caller may know before the others are told
+    timeline = json.loads(path.read_text())
+    check(timeline)
+    served = {e["pid"] for e in slices(timeline, "run")}
+    assert len(served) == 2
+    assert any(e["ph"] == "i" and "worker1 is gone" in e["name"] for e in timeline["traceEvents"])
+
+
+def test_there_is_a_limit_to_what_is_kept():
+    recorder = trace.Recorder(capacity=3)
+    for number in range(5):
+        recorder.mark(f"event {number}", "test")
+    assert len(recorder) == 3 and recorder.lost == 2
+    assert [event[3] for event in recorder.drain()] == ["event 0", "event 1", "event 2"]
+    assert len(recorder) == 0
