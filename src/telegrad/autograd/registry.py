@@ -58,7 +58,7 @@ class Registry(Layer):
         self._message_ids: Iterator[int] = count_from(self.here, self.first_number)
         self._lock = threading.Lock()
         self._contexts: dict[ContextId, Context] = {}
-        self._strict: dict[ContextId, None] = {}  # those of this worker's own that are strict
+        self._strict: dict[ContextId, None] = {}  # those that are strict
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
         self._ended: dict[ContextId, None] = {}
 
@@ -74,8 +74,13 @@ class Registry(Layer):
         context = Context(ContextId(next(self._context_ids)), self.here)
         self._contexts[context.context_id] = context
         if strict:
-            self._strict[context.context_id] = None
+            self.make_strict(context)
         return context
+
+    def make_strict(self, context: Context) -> None:
+        """Tensors that require grad must not be sent outside any context while this one is open."""
+        context.strict = True
+        self._strict[context.context_id] = None
 
     def strict_context(self) -> ContextId | None:
         """A strict context that is open on this worker, if there is one."""

@@ -12,7 +12,7 @@ from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ContextId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.options import DEFAULT_RPC_TIMEOUT_SEC
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.rref import RRef, references_of
 from telegrad.rref.outcome import Outcome
 from telegrad.rref.peers import peer_of, show_id

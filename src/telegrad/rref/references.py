@@ -245,7 +245,7 @@ class References(Layer):
             )
         except (OSError, TelegradError) as error:
             log.debug("a %s to %s could not be sent: %s", type(message).__name__, member.name, error)
-            agent.peers.link_lost(agent.link(member))  # find out whether it lives
+            agent.link_lost(agent.link(member))  # find out whether it lives
             again = partial(agent.io_threads.submit, partial(self.tell, peer, message))
             agent.timer.at(time.monotonic() + _AGAIN, again)
 

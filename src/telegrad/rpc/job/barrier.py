@@ -9,7 +9,7 @@ from telegrad.errors import ProtocolError, TelegradError, WorkerDied
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.job.arrivals import Arrivals
 from telegrad.rpc.layer import Layer, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.rpc.threads.wakeup import Wakeup
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member

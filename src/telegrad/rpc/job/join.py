@@ -147,7 +147,8 @@ def _listening_host(options: RpcBackendOptions, place: MemberLog, trust: JobTrus
 
 def install_own_layers(agent: Agent) -> None:
     """What every agent serves, whatever is put on it above: users' calls, barriers, questions about who waits."""
-    for layer in (CallService(agent), Barriers(agent), Waits(agent), Membership(agent), DialsBack(agent)):
+    calls = CallService(agent.info.name, agent.layers)
+    for layer in (calls, Barriers(agent), Waits(agent), Membership(agent), DialsBack(agent)):
         agent.install(layer)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from telegrad.errors import RendezvousError, TelegradError, WorkerDied
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Layer, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import TCP
@@ -82,7 +82,7 @@ def _connect(agent: Agent, member: Member) -> None:
 
 
 def _ask(agent: Agent, member: Member) -> None:
-    seconds = agent.options.connect_timeout + agent.liveness.patience
+    seconds = agent.options.connect_timeout + agent.runtime.patience
     try:
         agent.ask(member, DialBack(), timeout=seconds, what=lambda: f"asking {member.name!r} to dial back")
     except WorkerDied as error:

@@ -19,9 +19,8 @@ from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
-from telegrad.transport.addresses import TCP, host_identity
+from telegrad.transport.addresses import host_identity
 from telegrad.transport.connection import heap
-from telegrad.transport.handshake import Refused
 from telegrad.wire.messages import Ack, Exhausted, Ping
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ _QUIET_LOOKS = 25  # looks without activity after which the watch rests
 _STUCK_LOOKS = 10  # looks without progress after which the I/O threads gets one more thread
 _BUSY_FACTOR = 10  # how much longer a worker is waited for whose host answers though it does not itself
 REDIAL_SECONDS = 0.05
-_PERHAPS = "It ended, or cannot be reached from here."
 # How long blocks of memory are kept for the next tensor. New ones cost 100 ms for 100 MB: little in so long a time.
 KEEP_IDLE_SECONDS = 10.0
 
@@ -122,7 +120,7 @@ class Liveness(Layer):
                 link.quiet_since = now
                 continue
             silent = now - link.silent_since()
-            if silent > self.patience and not self._is_excused(link, silent):
+            if silent > self._agent.runtime.patience and not self._is_excused(link, silent):
                 why = f"worker {link.member.name!r} has been silent for {silent:.1f} s and does not answer"
                 agent.io_threads.attend(functools.partial(agent.lost, link.member, why))
             elif silent > interval:
@@ -157,12 +155,6 @@ class Liveness(Layer):
         finally:
             self._asking.discard(member.incarnation)
 
-    @property
-    def patience(self) -> float:
-        """Seconds that a worker may be silent before it counts as dead, unless it is known to be busy."""
-        heartbeat = self._agent.options.heartbeat
-        return 3 * max(heartbeat, 0.1) if heartbeat else self._agent.options.connect_timeout
-
     def _is_excused(self, link: Link, silent: float) -> bool:
         """Whether a silent worker is only busy, say in a long call into C that keeps Python's lock.
 
@@ -170,7 +162,7 @@ class Liveness(Layer):
         the network and the host are well, and the worker gets ten times as long."""
         if self._is_here(link.member):
             return self._is_busy(link.member)
-        return silent < _BUSY_FACTOR * self.patience and link.host_answers(self.patience)
+        return silent < _BUSY_FACTOR * self._agent.runtime.patience and link.host_answers(self._agent.runtime.patience)
 
     def _is_here(self, member: Member) -> bool:
         return member.host == host_identity()
@@ -191,25 +183,10 @@ class Liveness(Layer):
             return not self._is_here(member) or self._is_busy(member)
         return not isinstance(error, ConnectionRefusedError | FileNotFoundError)
 
-    def is_final(self, member: Member, error: WorkerDied) -> bool:
-        """Whether a worker that could not be dialled is to be given up."""
-        cause = error.__cause__
-        return isinstance(cause, Refused) or (isinstance(cause, OSError) and not self.may_answer_yet(member, cause))
-
-    def unreachable(self, member: Member, error: Exception) -> WorkerDied:
-        """The error for a worker that does not answer at its addresses."""
-        where = ", ".join(f"{a.host}:{a.where}" if a.kind == TCP else a.where for a in member.addresses)
-        left = self._agent.directory.how_left(member)
-        return WorkerDied(
-            f"{left}." if left else f"worker {member.name!r} does not answer at {where} ({error}). {_PERHAPS}",
-            worker=member.name,
-            incarnation=member.incarnation,
-        )
-
     def revive(self, link: Link) -> None:
         """Replace the lost connection of a link, or find that its worker is dead."""
         agent = self._agent
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + self._agent.runtime.patience
         while not agent.closing and link.dead is None:
             try:
                 link.resume(max(deadline, time.monotonic() + REDIAL_SECONDS))
@@ -219,8 +196,8 @@ class Liveness(Layer):
                     with blocking():
                         time.sleep(REDIAL_SECONDS)
                 else:
-                    agent.peers.look_for_news()  # it may have said that it leaves: then that is what ends it
-                    agent.lost(link.member, f"worker {link.member.name!r} is gone: its connection closed, and {error}")
+                    why = f"worker {link.member.name!r} is gone: its connection closed, and {error}"
+                    agent.unanswered(link.member, why)
             except TelegradError as error:
                 agent.lost(link.member, f"worker {link.member.name!r} cannot be reached again: {error}")
 
