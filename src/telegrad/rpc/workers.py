@@ -61,13 +61,6 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return WorkerInfo(self.name, self.worker_id)
 
 
-def how_it_leaves(member: Member, exited: bool) -> str:
-    """A worker that leaves on purpose, in words."""
-    return f"worker {member.name!r} " + (
-        "exited normally without calling rpc.shutdown()" if exited else "has shut down"
-    )
-
-
 def check_name(name: str) -> None:
     """Raise InvalidName, which is a ValueError and a RuntimeError, unless `name` can name a worker."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -156,11 +149,9 @@ class Directory:
         left = self._left.get(int(member.worker_id))
         return left is not None and left.incarnation == member.incarnation
 
-    def how_left(self, member: Member) -> str:
-        """How this incarnation left, in words; empty if it has not said that it leaves."""
-        if not self.has_left(member):
-            return ""
-        return how_it_leaves(member, exited=member.incarnation in self._exited)
+    def has_exited(self, member: Member) -> bool:
+        """Whether this incarnation left because its program ended, without a shutdown."""
+        return member.incarnation in self._exited
 
     def who_left(self, who: str | int) -> Member | None:
         """The member of that name or id that was here and left."""
