@@ -47,6 +47,9 @@ class MemberRecords(Protocol):
     def publish(self, member: Member) -> None:
         """Append a record."""
 
+    def end_job(self) -> None:
+        """All workers have left."""
+
     def lose(self) -> None:
         """Let the store go."""
 
