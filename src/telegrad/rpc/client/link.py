@@ -242,7 +242,7 @@ class Link:
         if said_at > slot.since:
             state = (
                 f"says that all its {threads} threads are taken, so that this may not have begun. Do calls wait for "
-                "each other? `rpc.debug_waits(cluster=True)` shows them; `async def` functions need no thread"
+                "each other? `telegrad.observe.explain()` shows them; `async def` functions need no thread"
             )
         return RpcTimeout(
             f"RPC ran for more than set timeout ({round(slot.timeout * 1000)} ms) and will now be marked with an "

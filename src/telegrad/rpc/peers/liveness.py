@@ -135,7 +135,7 @@ class Liveness(Layer):
         if full and not self._was_full:
             log.warning(
                 "all %d threads of worker %r run what others asked; further requests wait. Calls in a "
-                "circle? `rpc.debug_waits(cluster=True)` shows them; `async def` functions need no thread",
+                "circle? `telegrad.observe.explain()` shows them; `async def` functions need no thread",
                 full,
                 agent.info.name,
             )
