@@ -1,7 +1,7 @@
 """What each thread of this worker runs and waits for, read off the threads' own stacks: nothing is noted beforehand.
 
 A thread that waits for a reply stands in `ReplyReader.wait`, which knows the request; one that serves stands in
-`Agent.serve`; one in a pass in `LocalPass.run` or `RootPass.wait`. The user's code is the innermost frame that is
+`Session.serve`; one in a pass in `LocalPass.run` or `RootPass.wait`. The user's code is the innermost frame that is
 neither Telegrad's nor torch's nor of the standard library.
 """
 
@@ -23,6 +23,7 @@ from telegrad.engine.root_pass import RootPass
 from telegrad.engine.service import Service
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.reply_reader import ReplyReader
+from telegrad.rpc.server.session import Session
 from telegrad.wire.messages import DebugWaits, Observe
 
 Key = tuple[int, int, int]  # a request: incarnation of its caller, link, number
@@ -30,7 +31,7 @@ Key = tuple[int, int, int]  # a request: incarnation of its caller, link, number
 _LIBRARIES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (telegrad, torch))
 _STANDARD = (sysconfig.get_path("stdlib") + os.sep, str(Path(os.__file__).parent) + os.sep, "<frozen")
 _WAIT = ReplyReader.wait.__code__
-_SERVE = Agent.serve.__code__
+_SERVE = Session.serve.__code__
 _RUN_PASS = LocalPass.run.__code__
 _WAIT_PASS = RootPass.wait.__code__
 _OWN = {Observe, DebugWaits}

@@ -59,8 +59,14 @@ def explain_reports(reports: Sequence[Report], silent: Sequence[str] = ()) -> Ex
                 deadlocks.setdefault(frozenset(circle), graph.say_circle(circle))
             edges.append(Edge(report.name, target, text, stuck))
         for other, worker in report.others:
+            if other.startswith("barrier "):
+                continue  # said once below, by those who wait there
             paragraphs.append(f"{report.name}: {other}. {graph.name_of(worker)} could end it.")
             edges.append(Edge(report.name, graph.name_of(worker), other, False))
+    waiting = {report.name: asked.to for report in reports for asked in report.asked if _at_barrier(asked.what)}
+    if waiting:
+        keeper = graph.name_of(next(iter(waiting.values())))
+        paragraphs.append(f"At a barrier, such as that of their shutdown, wait {', '.join(waiting)}; {keeper} counts.")
     paragraphs += [f"{name} did not answer: it is stopped, or too busy to say what it does." for name in silent]
     return Explanation(paragraphs, edges, list(deadlocks.values()))
 
@@ -214,7 +220,7 @@ class _Graph:
                 )
                 found.append((node, text, others[0]))
         for asked in report.asked:
-            if asked.key not in in_person and "backward pass" not in asked.what:
+            if asked.key not in in_person and "backward pass" not in asked.what and not _at_barrier(asked.what):
                 text = f"{report.name} asked {asked.seconds:.1f} s ago, and no thread waits in person: {asked.what}."
                 found.append((self._request(asked.key), text, self.name_of(asked.to)))
         for state in report.passes:
@@ -262,6 +268,10 @@ class _Graph:
                 peers = ", ".join(self.name_of(peer) for peer in dict.fromkeys(state.waits_for))
                 parts.append(f"{report.name} waits for gradients of {peers}")
         return "; ".join(parts) + "; and so on, round in a circle"
+
+
+def _at_barrier(what: str) -> bool:
+    return what.startswith("reaching the barrier")
 
 
 def _who(thread: Activity) -> str:
