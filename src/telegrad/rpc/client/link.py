@@ -89,7 +89,6 @@ class Link:
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
         self.expect = self.replies.arm  # have the I/O threads read what comes
         self.exhausted = (0.0, 0)  # when the worker last said that all its threads are taken, and how many
-        self.quiet_since = 0.0  # since when something is expected, for the heartbeat
         self.sent = 0
         self._notice_ids = itertools.count(1)
         self._notices: deque[tuple[int, AnyMessage]] = deque(maxlen=KEPT_NOTICES)
@@ -354,12 +353,10 @@ class Link:
         if again != FOREVER:
             self.runtime.timer.at(again, self.expire)
 
-    def silent_since(self) -> float:
+    def last_sign(self) -> float:
         """When the worker was last heard, or took in more of what is being written to it."""
         connection = self.current
-        return max(
-            self.replies.last_heard, self.quiet_since, 0.0 if connection is None else connection.stream.last_written
-        )
+        return max(self.replies.last_heard, 0.0 if connection is None else connection.stream.last_written)
 
     def host_answers(self, seconds: float) -> bool:
         """Whether the worker's kernel confirmed a ping within `seconds`, though the worker itself says nothing."""

@@ -121,7 +121,7 @@ def _start_at(
             importlib.import_module(layer).install(agent)
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
-        agent.liveness.start()
+        agent.watch_peers()
     except BaseException as error:
         set_current_agent(None)
         # The other side of a clash must find this record to see it, too.
