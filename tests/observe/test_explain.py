@@ -153,7 +153,7 @@ def test_a_call_that_hangs_is_explained_down_to_the_users_line(job, capfd):
     waiting = threading.Thread(target=through, args=("worker2",), name="waiting")
     waiting.start()
     call = rpc.rpc_async("worker1", through, args=("worker2",))
-    wait_until(lambda: observe.explain().count("worker2 could end it") >= 2)
+    wait_until(lambda: observe.explain().count("in stand_still") >= 2)
     text = observe.explain()
     assert "worker0 (waiting) has waited" in text
     assert "worker1 (telegrad-worker1-io) has waited" in text

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import torch
 
-import telegrad
 from telegrad.engine.local_pass import LocalPass
 from telegrad.engine.root_pass import RootPass
 from telegrad.engine.service import Service
@@ -28,7 +27,7 @@ from telegrad.wire.messages import DebugWaits, Observe
 
 Key = tuple[int, int, int]  # a request: incarnation of its caller, link, number
 
-_LIBRARIES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (telegrad, torch))
+_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(str(torch.__file__)).parent) + os.sep)
 _STANDARD = (sysconfig.get_path("stdlib") + os.sep, str(Path(os.__file__).parent) + os.sep, "<frozen")
 _WAIT = ReplyReader.wait.__code__
 _SERVE = Session.serve.__code__
