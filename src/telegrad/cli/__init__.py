@@ -30,6 +30,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--name-prefix", default="worker", metavar="NAME", help="workers are NAME0, NAME1, ... (default: worker)"
     )
+    run.add_argument(
+        "--seed", type=int, metavar="S", help="seed random numbers: torch's and Python's of worker N with S + N"
+    )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="go to the script")
@@ -48,7 +51,9 @@ def _run(options: argparse.Namespace) -> int:
     from telegrad.launch.script import run_script
 
     script = ["-m", options.script] if options.module else [options.script]
-    return run_script(options.workers, [*script, *options.arguments], name_prefix=options.name_prefix)
+    return run_script(
+        options.workers, [*script, *options.arguments], name_prefix=options.name_prefix, seed=options.seed
+    )
 
 
 def _doctor(_: argparse.Namespace) -> int:

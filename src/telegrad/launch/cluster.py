@@ -25,6 +25,7 @@ from telegrad import rpc
 from telegrad.errors import AlreadyInitialized, RendezvousError
 from telegrad.launch.processes import Supervised, describe_status, end, say
 from telegrad.launch.worker import BOOT, READY, Orders, send_orders
+from telegrad.rpc import seeds
 from telegrad.rpc.current import current_agent
 from telegrad.rpc.threads.cores import variables_for
 
@@ -190,6 +191,7 @@ def local_cluster(
     env: Mapping[str, str] | None = None,
     show_output: bool = True,
     restart: bool = False,
+    seed: int | None = None,
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
 ) -> Iterator[Cluster]:
     """Make this process `worker0` of a job with `workers - 1` fresh processes beside it, for the length of a block.
@@ -208,6 +210,7 @@ def local_cluster(
         show_output: whether what the workers print is shown.
         restart: whether a worker that is killed or crashes is started again, under its name. What it held is lost
             unless it was durable (see `telegrad.durable`).
+        seed: makes the random numbers of all workers repeatable, this process included; each gets its own, by its rank.
         shutdown_timeout: seconds that calls under way at the end of the block may still take, before ShutdownError.
     """
     names = tuple(f"worker{rank}" for rank in range(workers)) if names is None else tuple(names)
@@ -217,6 +220,9 @@ def local_cluster(
         raise AlreadyInitialized("this process is already a worker: call rpc.shutdown() before local_cluster()")
     environment = {**os.environ, **(env or {})}
     environment |= variables_for(len(names), environment, threads)
+    if seed is not None:
+        environment[seeds.VARIABLE] = str(seed)
+        seeds.seed_all(seed, rank=0)
     environment["TELEGRAD_BOOT_PATH"] = json.dumps([p or os.getcwd() for p in sys.path])
     with tempfile.TemporaryDirectory(prefix="telegrad-") as directory:
         options = rpc.RpcBackendOptions() if options is None else copy.copy(options)

@@ -22,11 +22,13 @@ _GRACE = 5.0  # seconds that workers have to end after a signal or after one of 
 _LOOPBACK = "127.0.0.1"
 
 
-def run_script(workers: int, command: Sequence[str], *, name_prefix: str = "worker") -> int:
+def run_script(workers: int, command: Sequence[str], *, name_prefix: str = "worker", seed: int | None = None) -> int:
     """Run `python command...` on each of `workers` local workers; the exit status of the first that fails, or 0."""
     ended: queue.SimpleQueue[Supervised | None] = queue.SimpleQueue()
     with socket.create_server((_LOOPBACK, 0), backlog=max(128, 4 * workers)) as listener:
         shared = _shared_variables(workers, listener.getsockname()[1])
+        if seed is not None:
+            shared["TELEGRAD_SEED"] = str(seed)
         processes: list[Supervised] = []
         received: list[int] = []
 
