@@ -1,6 +1,6 @@
 """A parameter server and a pipeline on Ray, each with an actor killed in the middle. Needs the extra `ray`.
 
-Ray starts the killed actor again and it rejoins under its name. What it held is gone, and whoever waited for it is told:
+Ray starts the killed actor again and it rejoins under its name. What it held is gone, and those who waited are told:
 a trainer's share of the work is given out again, a stage of the pipeline is put back from the last checkpoint.
 
     python examples/on_ray.py parameter-server

@@ -70,6 +70,7 @@ class Trainer:
         rpc.shutdown()
 
 a, b = Trainer.remote("a"), Trainer.remote("b")
+ray.get([a.__ray_ready__.remote(), b.__ray_ready__.remote()])
 report["answers"] = ray.get([a.ask.remote("b"), b.ask.remote("a")])
 ray.get([a.leave.remote(), b.leave.remote()])
 ray.shutdown()
