@@ -33,6 +33,7 @@ SECRET = "known to the one who lies"
 SHORT, LONG = 4_000, 1_000_000
 CHECK_EVERY = 50_000
 _BATCH = 40
+_PER_CONNECTION = 10 * _BATCH
 
 
 def alive() -> int:
@@ -48,7 +49,13 @@ def victim(folder: str, exports_only: bool) -> None:
     assert autograd is not None
     rpc.export(alive)
     limits = rpc.Limits(calls_per_second=1e9, running=10_000)
-    options = {"secret": SECRET, "exports_only": exports_only, "limits": limits, "rpc_timeout": 2.0}
+    options = {
+        "secret": SECRET,
+        "exports_only": exports_only,
+        "limits": limits,
+        "rpc_timeout": 2.0,
+        "max_message_bytes": 1 << 16,
+    }
     join("victim", 0, 1, f"file://{folder}/meeting", options)
     Path(folder, "member-").write_bytes(msgspec.msgpack.encode(require_agent().member))
     Path(folder, "member-").rename(Path(folder, "member"))
@@ -66,6 +73,7 @@ class Attacker:
         self.seed = seed
         self.sent = 0
         self.connections = 0
+        self.received = 0  # bytes of answers
         self._incarnations = random.Random(seed)
         self._sock: socket.socket | None = None
         self.frames = Frames(seed, 0)
@@ -100,6 +108,9 @@ class Attacker:
         while self.sent < goal:
             if self._sock is None:
                 self._sock = self.dial()
+            elif self.sent % _PER_CONNECTION == 0:  # one that announces much and sends little swallows what follows
+                self.hang_up()
+                continue
             batch = [self.frames.next()[0] for _ in range(_BATCH)]
             self.sent += _BATCH
             try:
@@ -114,8 +125,11 @@ class Attacker:
         until = time.monotonic() + 20
         while view:
             readable, writable, _ = select.select([sock], [sock], [], 1.0)
-            if readable and not sock.recv(1 << 16):
-                raise ConnectionResetError
+            if readable:
+                answers = sock.recv(1 << 16)
+                if not answers:
+                    raise ConnectionResetError
+                self.received += len(answers)
             if writable:
                 view = view[sock.send(view) :]
                 until = time.monotonic() + 20
@@ -168,10 +182,12 @@ def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
             attacker.attack(min(CHECK_EVERY, frames - attacker.sent))
             attacker.honest_call()
             now = footprint(worker.pid)
-            print(f"{attacker.sent} frames in {attacker.connections} connections: {now}", flush=True)
+            shown = f"{attacker.sent} frames in {attacker.connections} connections, {attacker.received} bytes answered"
+            print(f"{shown}: {now}", flush=True)
             assert worker.is_alive()
             assert now["threads"] < 150 and now["files"] < before["files"] + 50, now
         attacker.hang_up()
+        assert attacker.received > 10 * attacker.sent, f"answers were few: {attacker.received} bytes"
         assert footprint(worker.pid)["MB"] - before["MB"] < 60 + 40 * (frames / 100_000), "it grows with what is sent"
         (folder / "end").touch()
         wait_until((folder / "ended").exists, 60)

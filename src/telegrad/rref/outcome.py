@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad.rpc.remote_errors import rebuild_exception
+from telegrad.rpc.threads.interrupts import interruptible
 from telegrad.rpc.threads.yield_turn import blocking
 
 MakeError = Callable[[], BaseException]
@@ -68,7 +69,7 @@ class Outcome:
             ended.acquire()
             self.when_done(ended.release)
             with blocking():
-                return ended.acquire(timeout=-1 if seconds is None else seconds)
+                return _acquire(ended, -1.0 if seconds is None else seconds)
         return True
 
     def get(self) -> Any:
@@ -76,6 +77,11 @@ class Outcome:
         if self.failure is not None:
             raise self.failure()
         return self.value
+
+
+@interruptible
+def _acquire(lock: threading.Lock, seconds: float) -> bool:
+    return lock.acquire(timeout=seconds)
 
 
 class RemoteFailure:

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from telegrad.errors import RendezvousError, TelegradError
 from telegrad.ids import Incarnation, WorkerId, generation_of
 from telegrad.rpc.job import store as store_host
+from telegrad.rpc.threads.interrupts import pause as sleep
 from telegrad.rpc.trust.files import make_private
 from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.trust.seal import UNSEALED, Seal
@@ -233,7 +234,7 @@ def wait_for_ranks(
                 f"rendezvous timed out after {seconds:g} s: of {world_size} workers, ranks {missing} did not come. "
                 "Start them, or raise `rendezvous_timeout`"
             )
-        time.sleep(min(pause, left))
+        sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
         try:
             place.news(take)
