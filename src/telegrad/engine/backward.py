@@ -29,6 +29,7 @@ def backward(
     *,
     grad_tensors: Sequence[Tensor | None] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    create_graph: bool = False,
 ) -> None:
     """Run the backward pass of a context from `roots`, on all workers that took part in it.
 
@@ -38,6 +39,7 @@ def backward(
         retain_graph: keep the graph for another pass.
         grad_tensors: the gradient to start from, for each root; None for a root of one element.
         timeout: seconds until the pass is given up everywhere; by default the `rpc_timeout`; 0 for no limit.
+        create_graph: record the pass itself, so that its gradients can be differentiated; keeps the graph, too.
 
     The gradients of leaves are in `get_gradients(context_id)` on the worker where the leaf lives, never in `.grad`.
     An error on any worker ends the pass on all, and is raised here with that worker's name and traceback.
@@ -46,10 +48,14 @@ def backward(
     since = 0.0 if trace.recorder is None else trace.now()
     context = registry().find(context_id)
     context.check_usable()
-    tensors = _fetch_roots(context, roots)
-    entries = _entries(tensors, grad_tensors)
+    tensors = fetch_roots(context, roots)
+    entries = root_entries(tensors, grad_tensors)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
-    pass_ = agent.layer(Service).open(context, retain_graph, seconds)
+    service = agent.layer(Service)
+    if create_graph:
+        pass_ = service.open_recording(context, seconds)
+    else:
+        pass_ = service.open(context, retain_graph, seconds)
     pass_.begin(entries)
     pass_.wait()
     if since and trace.recorder is not None:
@@ -63,13 +69,16 @@ def backward_async(
     *,
     grad_tensors: Sequence[Tensor | None] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    create_graph: bool = False,
 ) -> Future[None]:
     """Like `backward`, but returns a Future at once, which can be waited for or awaited."""
     future: Future[None] = Future(what=f"the backward pass of context {context_id}")
 
     def run() -> None:
         try:
-            backward(context_id, roots, retain_graph, grad_tensors=grad_tensors, timeout=timeout)
+            backward(
+                context_id, roots, retain_graph, grad_tensors=grad_tensors, timeout=timeout, create_graph=create_graph
+            )
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -79,7 +88,8 @@ def backward_async(
     return future
 
 
-def _fetch_roots(context: Context, roots: Sequence[Any]) -> list[Tensor]:
+def fetch_roots(context: Context, roots: Sequence[Any]) -> list[Tensor]:
+    """The roots themselves; those that are references are fetched in the context."""
     if isinstance(roots, Tensor) or not isinstance(roots, Sequence):
         raise TypeError(
             "incompatible function arguments: roots must be a list of tensors or references, "
@@ -98,7 +108,8 @@ def _fetch_roots(context: Context, roots: Sequence[Any]) -> list[Tensor]:
     return tensors
 
 
-def _entries(roots: Sequence[Tensor], grad_tensors: Sequence[Tensor | None] | None) -> list[tuple[Any, Tensor]]:
+def root_entries(roots: Sequence[Tensor], grad_tensors: Sequence[Tensor | None] | None) -> list[tuple[Any, Tensor]]:
+    """Where each root enters the graph, and the gradient it starts from."""
     if not roots:
         raise AutogradError("No tensors provided for gradient computation.")
     if grad_tensors is not None and len(grad_tensors) != len(roots):

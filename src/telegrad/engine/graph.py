@@ -37,6 +37,8 @@ class Graph:
 
     __slots__ = ("_nones", "_retain_graph", "_sums", "_taker", "edges", "gradients", "leaves", "parts")
 
+    _create_graph = False  # see `higher/graph.py`
+
     def __init__(self, entries: Iterable[Sequence[GradientEdge]], taker: Taker, retain_graph: bool) -> None:
         """Walk it from the `entries`, those of each Send. Engine calls give the gradients of Recvs to `taker`."""
         self._taker = taker
@@ -185,7 +187,7 @@ class Graph:
         dtypes were made when the gradients came, and cost as much as a small graph takes to run."""
         with _entering(roots) if self._nones else nullcontext(roots) as entering, running_in(self._taker):
             edges, gradients = zip(*entering, strict=True)
-            return _run_backward(edges, gradients, self._retain_graph, False, wanted, True, accumulate)
+            return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
 
 
 def reached_from(roots: Iterable[Root]) -> dict[Node, None]:

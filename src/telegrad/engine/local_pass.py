@@ -10,14 +10,14 @@ runs as far as it leads to no node that must wait: `regions.py` decides that, `g
 """
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad import trace
-from telegrad.autograd.functions import Gradients, RecvNode
+from telegrad.autograd.functions import Gradients, RecvNode, Taker
 from telegrad.engine.cut import empty_queue
 from telegrad.engine.graph import Graph, Root, reached_from
 from telegrad.engine.regions import Apart, Batch, Plan, Way
@@ -46,6 +46,7 @@ class LocalPass(Generic[K]):
     done = False  # all has run
     over = False  # given up: nothing is delivered any more
     gradients: Mapping[Tensor, Tensor] = {}
+    _graph_type: Callable[[Iterable[Sequence[GradientEdge]], Taker, bool], Graph] = Graph
     _graph: Graph | None = None  # from the start to the end; the runner's
     _plan: "Apart[Node] | Plan[Node] | None" = None  # only if something may run before all has been heard
     _bits: Mapping[K, int] = {}
@@ -83,7 +84,7 @@ class LocalPass(Generic[K]):
 
     def start(self, sends: Sends[K], recvs: Iterable[RecvNode]) -> None:
         """Walk the graph, and tell the Recvs that nothing reaches."""
-        graph = Graph(sends.values(), self._tell, self.retain_graph)
+        graph = self._graph_type(sends.values(), self._tell, self.retain_graph)
         self._untold = {recv.node: recv for recv in recvs}
         self._recvs = recvs
         for node in [node for node in self._untold if node not in graph.edges]:
