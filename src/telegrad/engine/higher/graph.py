@@ -1,8 +1,8 @@
 """The graph of one worker in a pass whose gradients have a graph, or are wanted of some tensors only."""
 
+import functools
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +13,16 @@ from telegrad.autograd.functions import ANCHOR, Taker, taker
 from telegrad.engine.graph import Graph, Root
 from telegrad.engine.leaves import LeafSums, hooks_held
 
-# What torch warns of does not happen: the gradient is in `.grad` only until the engine call returns.
-warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True", UserWarning, r"telegrad\.engine\.")
+
+@functools.cache
+def _expect_torchs_warning() -> None:
+    """torch warns, once in a process, of a cycle that `backward` with `create_graph` leaves. Here there is none: the
+    gradient is in `.grad` only until the engine call returns. So let it warn of a call of ours, unheard."""
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        leaf = torch.ones(1, requires_grad=True)
+        torch.autograd.backward([leaf * 1], create_graph=True)
+        leaf.grad = None
 
 
 class RecordedGraph(Graph):
@@ -39,6 +47,8 @@ class RecordedGraph(Graph):
         self._inner: tuple[GradientEdge, ...] = ()  # those among them that are no leaves
         self._handles: list[Any] = []
         self.captured: dict[int, Tensor] = {}
+        if create_graph:
+            _expect_torchs_warning()
         if inputs is not None:
             self._narrow(inputs, recvs)
 
@@ -59,7 +69,7 @@ class RecordedGraph(Graph):
             if edge.node in self.edges:
                 self._wanted[key] = edge
                 if tensor.grad_fn is not None:
-                    self._handles.append(tensor.register_hook(partial(self._capture, key)))  # type: ignore[no-untyped-call]
+                    self._handles.append(tensor.register_hook(functools.partial(self._capture, key)))  # type: ignore[no-untyped-call]
         needed = self._leading_to({edge.node for edge in self._wanted.values()} | {n for n in recvs if n in self.edges})
         if ANCHOR.node in self.edges:
             needed.add(ANCHOR.node)
