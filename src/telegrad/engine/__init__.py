@@ -8,6 +8,7 @@ from telegrad.autograd.attach import install as install_autograd
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import ContextEngine
 from telegrad.engine.backward import backward, backward_async
+from telegrad.engine.checkpoints import install as install_checkpoints
 from telegrad.engine.cleanup import end_context, serve_cleanup
 from telegrad.engine.higher.grad import grad, hvp, vjp
 from telegrad.engine.higher.service import RecordingService
@@ -17,7 +18,7 @@ from telegrad.engine.service import Service
 from telegrad.ids import ContextId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.rref.reference import BackwardRunner, RRef
 from telegrad.wire.messages import (
@@ -78,4 +79,5 @@ class EngineLayer(Service, ContextEngine, BackwardRunner):
 def install(agent: Agent) -> None:
     """Put autograd and the engine on an agent."""
     install_autograd(agent)
+    install_checkpoints()
     agent.install(EngineLayer(agent))

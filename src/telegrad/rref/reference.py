@@ -113,6 +113,8 @@ class RRef(Generic[T]):
         future.set_result(None)
         return future
 
+    _get_profiling_future = _get_future  # by then the events of the call are in the profile it was made under
+
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value, or a future of it if not `blocking`. An owner is asked once."""
         future = proxy.type_of(self, as_timeout(timeout))
@@ -161,6 +163,10 @@ class RRef(Generic[T]):
         return value
 
 
+@overload
+def remote(
+    to: Worker, func: str, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> RRef[Any]: ...
 @overload
 def remote(
     to: Worker,
@@ -212,7 +218,11 @@ def remote(
     to: Worker, func: Callable[..., T], args: list[Any], kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> RRef[T]: ...
 def remote(
-    to: Worker, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Worker,
+    func: Callable[..., Any] | str,
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
     """Run `func(*args, **kwargs)` on worker `to` and keep what it returns there; returns a reference to it at once.
 

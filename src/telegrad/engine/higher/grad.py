@@ -7,7 +7,7 @@ from torch import Tensor
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import registry, within
-from telegrad.engine.backward import fetch_roots, root_entries
+from telegrad.engine.backward import as_roots, fetch_root
 from telegrad.engine.higher.service import RecordingService
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError
@@ -57,7 +57,7 @@ def grad(
     agent = require_agent()
     context = registry().find(context_id)
     context.check_usable()
-    entries = root_entries(fetch_roots(context, outputs), grad_outputs)
+    roots = as_roots(context, outputs, grad_outputs)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
     service = recording_service()
     pass_id = service.next_pass_id()
@@ -70,7 +70,7 @@ def grad(
         create_graph,
         asking.counts,
     )
-    pass_.begin(entries)
+    pass_.begin(roots)
     pass_.wait()
     results = asking.results(pass_.found)
     missing = [position for position, result in enumerate(results) if result is None]
@@ -191,9 +191,9 @@ def hvp(context_id: int, loss: Any, inputs: Sequence[Any], vectors: Sequence[Any
     context = registry().find(context_id)
     first = grad(context_id, [loss], inputs, create_graph=True, allow_unused=True)
     used = [(gradient, vector) for gradient, vector in zip(first, vectors, strict=True) if gradient is not None]
-    tensors = fetch_roots(context, [gradient for gradient, _ in used])
+    tensors = [fetch_root(context, gradient) for gradient, _ in used]
     pairs = [(tensor, vector) for tensor, (_, vector) in zip(tensors, used, strict=True) if tensor.requires_grad]
     if not pairs:  # the loss is linear in all of them
         return (None,) * len(inputs)
-    starts = fetch_roots(context, [vector for _, vector in pairs])
+    starts = [fetch_root(context, vector) for _, vector in pairs]
     return grad(context_id, [tensor for tensor, _ in pairs], inputs, starts, **{"allow_unused": True, **options})

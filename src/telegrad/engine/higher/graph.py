@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Taker, taker
-from telegrad.engine.graph import Graph, Root
+from telegrad.engine.graph import Entered, Graph, Root
 from telegrad.engine.leaves import LeafSums, hooks_held
 
 
@@ -32,7 +32,7 @@ class RecordedGraph(Graph):
 
     def __init__(
         self,
-        entries: Iterable[Sequence[GradientEdge]],
+        sends: Iterable[Entered],
         taker: Taker,
         retain_graph: bool,
         *,
@@ -40,7 +40,7 @@ class RecordedGraph(Graph):
         inputs: Mapping[int, Tensor] | None,
         recvs: Collection[Node],
     ) -> None:
-        super().__init__(entries, taker, retain_graph)
+        super().__init__(sends, taker, retain_graph)
         self._create_graph = create_graph
         self._only = inputs is not None  # no leaf gets a gradient but those asked for, and none keeps one
         self._wanted: dict[int, GradientEdge] = {}
@@ -80,7 +80,10 @@ class RecordedGraph(Graph):
         }
         self.leaves = {node: leaf for node, leaf in self.leaves.items() if node in needed}
         if self.parts is not None:
-            self.parts = [[node for node in part if node in needed] for part in self.parts]
+            self.parts = [
+                ({node: None for node in inner if node in needed}, [node for node in ends if node in needed])
+                for inner, ends in self.parts
+            ]
         self._inner = tuple([edge for edge in self._wanted.values() if edge.node not in self.leaves])
 
     def _leading_to(self, ends: Collection[Node]) -> set[Node]:

@@ -1,19 +1,20 @@
 """A worker's part in a pass beyond the first order, and the root's."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients, RecvNode, Taker
-from telegrad.engine.graph import Graph
+from telegrad.engine.graph import Entered, Graph
 from telegrad.engine.higher.graph import RecordedGraph
 from telegrad.engine.local_pass import Sends
-from telegrad.engine.passes import Pass
+from telegrad.engine.passes import Pass, Roots
+from telegrad.engine.regions import Plan
 from telegrad.engine.root_pass import RootPass
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.pending import Slot
@@ -45,7 +46,7 @@ class Recorded(Pass):
         """How many tensors of this worker the gradients are asked of."""
         return 0 if self.inputs is None else self.inputs.get(self.service.here, 0)
 
-    def begin(self, roots: list[tuple[Any, Tensor]] | None = None) -> None:
+    def begin(self, roots: Roots | None = None) -> None:
         """Start, unless the root has yet to say of which tensors: then its last word on that does."""
         if self.service.may_begin(self):
             super().begin(roots)
@@ -56,16 +57,22 @@ class Recorded(Pass):
         self._recv_nodes = {recv.node for recv in recvs}
         super().start(sends, recvs)
 
-    def _graph_type(self, entries: Iterable[Sequence[GradientEdge]], taker: Taker, retain_graph: bool) -> Graph:
+    def _graph_type(self, sends: Iterable[Entered], taker: Taker, retain_graph: bool) -> Graph:
         wanted = None if self.inputs is None else self.service.wanted(self)
         self._higher = RecordedGraph(
-            entries, taker, retain_graph, create_graph=self.create_graph, inputs=wanted, recvs=self._recv_nodes
+            sends, taker, retain_graph, create_graph=self.create_graph, inputs=wanted, recvs=self._recv_nodes
         )
         return self._higher
 
-    def _make_plan(self, graph: Graph, sends: Sends[MessageId]) -> None:
-        inside = {key: [edge for edge in edges if edge.node in graph.edges] for key, edges in sends.items()}
-        super()._make_plan(graph, inside)
+    def _make_plan(self, graph: Graph) -> None:
+        if graph.parts is not None or self.inputs is None:
+            super()._make_plan(graph)
+            return
+        inside = {key: [e.node for e in send.edges if e.node in graph.edges] for key, send in self._sends.items()}
+        self._plan = plan = Plan(graph.edges, inside, self._untold)
+        for key in self._sends:
+            if key not in self._unheard:
+                plan.heard(key)
 
     def run(self) -> None:
         """Run what may run; the sums of gradients are recorded, too."""

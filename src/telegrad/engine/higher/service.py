@@ -18,7 +18,7 @@ from telegrad.engine.service import Service
 from telegrad.errors import AutogradError, ContextNotFound
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.futures import Future
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import (
     AutogradMetadata,

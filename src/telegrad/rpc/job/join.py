@@ -23,6 +23,7 @@ from telegrad.rpc.job.store_recovery import StoreRecovery
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.server.run_call import CallService
+from telegrad.rpc.trust.guard import install_guard
 from telegrad.rpc.trust.job import JobTrust, tls_for, trust_for
 from telegrad.rpc.workers import Member, check_id
 from telegrad.transport.addresses import Listeners, host_identity
@@ -111,6 +112,7 @@ def _start_at(
         certificate=b"" if tls is None else tls.fingerprint,
     )
     agent = Agent(member, trust.secret.value, options, listeners, place, tls)
+    install_guard(agent)
     agent.world_size = world_size
     agent.store_recovery = StoreRecovery(agent, place)
     install_own_layers(agent)
@@ -121,7 +123,7 @@ def _start_at(
             importlib.import_module(layer).install(agent)
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
-        agent.liveness.start()
+        agent.watch_peers()
     except BaseException as error:
         set_current_agent(None)
         # The other side of a clash must find this record to see it, too.
@@ -133,7 +135,7 @@ def _start_at(
 
 def install_own_layers(agent: Agent) -> None:
     """What every agent serves, whatever is put on it above: users' calls, barriers, questions about who waits."""
-    for layer in (CallService(agent), Barriers(agent), Waits(agent), Membership(agent)):
+    for layer in (CallService(agent.info.name, agent.layers), Barriers(agent), Waits(agent), Membership(agent)):
         agent.install(layer)
 
 
