@@ -125,7 +125,7 @@ class Frames:
             count = 1
             for size in shape:
                 count *= size
-            return (TensorSpec(0, 0, shape, (), 0, 0, source.choice((0, 1, 2, 3)))), (), bytes(4 * count)  # type: ignore[return-value]
+            return (TensorSpec(0, 0, shape, (), 0, 0, source.choice((0, 1, 2, 3))),), (), bytes(4 * count)
         specs = [
             TensorSpec(
                 source.choice((0, 0, 0, 1, 2, 6, 7, 8, 9, 99)),

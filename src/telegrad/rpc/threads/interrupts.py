@@ -2,8 +2,8 @@
 
 A KeyboardInterrupt may come between any two lines of the main thread, also between taking a slot out of a table and
 completing it. No code can be right against that. So while the main thread is inside Telegrad, an interrupt waits for
-the next place where Telegrad itself would wait (marked `interruptible`), or until it is back in the user's code. That costs
-calls nothing: the signal's handler looks at the stack, and has the signal sent again a moment later.
+the next place where Telegrad itself would wait (marked `interruptible`), or until it is back in the user's code. That
+costs calls nothing: the signal's handler looks at the stack, and has the signal sent again a moment later.
 """
 
 import os
