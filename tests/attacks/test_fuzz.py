@@ -32,8 +32,8 @@ from tests.waiting import wait_until
 SECRET = "known to the one who lies"
 SHORT, LONG = 4_000, 1_000_000
 CHECK_EVERY = 50_000
-_BATCH = 40
-_PER_CONNECTION = 10 * _BATCH
+_BATCH = 10
+_PER_CONNECTION = 40 * _BATCH
 
 
 def alive() -> int:
