@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from telegrad import trace
-from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
+from telegrad.errors import CallCancelled, ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
 from telegrad.rpc.server.at_most_once import KEPT_NOTICES
@@ -22,7 +22,7 @@ from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Kind
-from telegrad.wire.messages import AnyMessage, Ping
+from telegrad.wire.messages import AnyMessage, CancelCall, Ping
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -250,10 +250,30 @@ class Link:
         text = f"{self.dead} It was asked: {slot.what()}."
         return WorkerDied(text, worker=self.member.name, incarnation=self.member.incarnation)
 
+    def cancel(self, slot: Slot) -> bool:
+        """The caller no longer wants the reply. False if it has it, or is about to."""
+        if self.pending.give_up(slot.request_id) is None:
+            return False
+        self.left_by_caller(slot)
+        slot.error = CallCancelled(f"{slot.what()} was cancelled")
+        self.replies.finish(slot)
+        return True
+
+    def left_by_caller(self, slot: Slot) -> None:
+        """Nobody waits for this request any more: tell the worker, with the next message or a few ms later."""
+        connection = self.current
+        if connection is not None:
+            try:
+                connection.send(Kind.NOTICE, 0, self.pending.lowest(), CancelCall(slot.request_id), hold=True)
+                self.agent.delayed_flush.within(LAZY, connection)
+            except (OSError, ValueError):
+                log.debug("%s was not told that a call is no longer waited for", self.member.name)
+
     def expire(self) -> None:
         """The timer: a deadline of a future may have passed."""
         late, again = self.pending.expired(time.monotonic())
         for slot in late:
+            self.left_by_caller(slot)
             slot.error = self.timeout_error(slot)
             slot.done = True
             self.agent.complete(slot)

@@ -83,6 +83,7 @@ class ReplyReader:
                 if self._pending.give_up(slot.request_id) is None:
                     continue  # it is being completed by another thread this very moment
                 slot.done = True
+                self._link.left_by_caller(slot)
                 with self._lock:
                     if self.state == IDLE:  # the reading may have been passed to this thread as it woke by itself
                         self._pass_on()

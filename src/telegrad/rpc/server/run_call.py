@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from telegrad.errors import ProtocolError, TelegradError
+from telegrad.errors import CallCancelled, ProtocolError, TelegradError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.layer import Layer, Served
@@ -23,7 +23,7 @@ from telegrad.rpc.packing import discard, pack_for, unpack_from
 from telegrad.rpc.server.request import Request
 from telegrad.rpc.server.session import Definition, Session
 from telegrad.wire.codec import EMPTY_CALL, Packed, pack, unpack
-from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
+from telegrad.wire.messages import CancelCall, PythonCall, PythonRemoteCall, PythonReply
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
 
@@ -132,10 +132,11 @@ class Later:
         self._func = func
         self._result = result
 
-    def give_to(self, done: Result, failed: Failure) -> None:
+    def give_to(self, done: Result, failed: Failure, request: Request) -> None:
         """Call one of the two when the result is there, from whichever thread."""
         if isinstance(self._result, CoroutineType):
-            self._agent.layer(CallService).event_loop().run(self._result, done, failed)
+            cancel = self._agent.layer(CallService).event_loop().run(self._result, done, failed)
+            request.session.cancellations.on_ask(request.frame.request_id, cancel)
         else:
             _when_done(self._func, self._result, done, failed)
 
@@ -156,6 +157,8 @@ def run_call(agent: Agent, request: Request, call: PythonCall | PythonRemoteCall
     # Nothing but the function itself may hold its arguments, so that their memory goes back as soon as it lets go.
     frame.payload = b""
     del tensors
+    if request.session.cancellations:
+        request.session.cancellations.check(frame.request_id)
     if request.scope is None:
         result = func(*args, **kwargs)
     else:
@@ -191,8 +194,11 @@ class CallService(Layer):
         self._lock = threading.Lock()
 
     def messages(self) -> Mapping[type[Any], Served]:
-        """Calls."""
-        return {PythonCall: Served(functools.partial(serve_call, self._agent))}
+        """Calls, and word that nobody waits for one any more."""
+        return {
+            PythonCall: Served(functools.partial(serve_call, self._agent)),
+            CancelCall: Served(_serve_cancel, counts_as_work=False),
+        }
 
     def event_loop(self) -> "EventLoop":
         """The loop for coroutines, started when the first comes."""
@@ -213,11 +219,19 @@ def serve_call(agent: Agent, request: Request) -> None:
     assert type(message) is PythonCall
     result = run_call(agent, request, message)
     if type(result) is Later:
-        result.give_to(functools.partial(_reply_with, agent, request), functools.partial(agent.fail, request))
+        result.give_to(functools.partial(_reply_with, agent, request), functools.partial(agent.fail, request), request)
         return
     packed = pack_for(agent, request.caller, result, request.session.main_by_value)
     del result  # so that memory that nobody else holds can go back without a copy
     agent.reply(request, PythonReply(), packed)
+
+
+def _serve_cancel(request: Request) -> None:
+    """The handler of `CancelCall`."""
+    message = request.message
+    assert type(message) is CancelCall
+    if message.request_id in request.session.requests.running:  # else it has been answered
+        request.session.cancellations.ask(message.request_id)
 
 
 def _reply_with(agent: Agent, request: Request, result: Any) -> None:
@@ -241,16 +255,25 @@ class EventLoop:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], done: Result, failed: Failure) -> None:
-        """Await a coroutine and pass on what comes of it."""
+    def run(self, coroutine: Coroutine[Any, Any, Any], done: Result, failed: Failure) -> Callable[[], object]:
+        """Await a coroutine and pass on what comes of it; what is returned cancels it, from any thread."""
+        task: asyncio.Task[Any] | None = None
 
-        async def await_and_pass_on() -> None:
+        def start() -> None:
+            nonlocal task
+            task = self._loop.create_task(coroutine)
+            task.add_done_callback(pass_on)
+
+        def pass_on(task: "asyncio.Task[Any]") -> None:
             try:
-                done(await coroutine)
+                done(task.result())
+            except asyncio.CancelledError:
+                failed(CallCancelled("the coroutine was cancelled"))
             except BaseException as error:
                 failed(error)
 
-        asyncio.run_coroutine_threadsafe(await_and_pass_on(), self._loop)
+        self._loop.call_soon_threadsafe(start)
+        return lambda: self._loop.call_soon_threadsafe(lambda: task is None or task.cancel())
 
     def close(self) -> None:
         """Cancel what still runs and end the thread."""
