@@ -10,21 +10,32 @@
     |-- RpcTimeout (TimeoutError)  a deadline passed: names what was waited for
     |-- CallCancelled             the call was cancelled by `Future.cancel`, or by cancelling what awaited it
     |-- WorkerDied (ConnectionError)       a worker closed or fell silent: names it and what it was asked
-    |-- AuthenticationError       a peer could not prove that it knows the job's secret
+    |-- AuthenticationError       a peer could not prove that it knows the job's secret, or there is none to prove
     |-- ProtocolError             a peer sent bytes that are not a valid message; that connection is closed
+    |-- CallRefused (PermissionError)      a worker's rules do not allow what was asked: names the rule
     |-- SerializationError (TypeError)     a function, argument or result cannot be sent
     |-- RemoteError               a remote exception whose own type could not be rebuilt here
     |-- RRefError                 a reference was used in a way, place or time it cannot serve
+    |-- DurableError              training that survives
+    |   |-- NotRestored (WorkerDied)       a worker was started again and has not got its durable values back yet
+    |   |-- RunSuperseded         a message of a step, or of a driver, that was given up
+    |   `-- StateLost             an owner died with all who kept its state: names it
     `-- AutogradError             contexts and backward passes
         |-- ContextNotFound       the id never existed here, or its context has ended
         |-- ContextFailed (WorkerDied)     the context lost a participant: names it
         `-- GradientMismatch      a gradient does not fit the tensor it belongs to
+
+    GradientsEndHere (UserWarning)         a result that requires grad, of a call outside any context
 
 What is in brackets is a second base: a builtin, so that a program written for `except TimeoutError`, or for the
 RuntimeError that torch raises, keeps working; or an error that calls for the same answer. An exception raised by a
 user's function on another worker arrives as its own type wherever that can be rebuilt; only what cannot be becomes
 `RemoteError`.
 """
+
+
+class GradientsEndHere(UserWarning):
+    """A result that requires grad came from a call outside any context: no gradient will go back to its owner."""
 
 
 class TelegradError(RuntimeError):
@@ -91,6 +102,10 @@ class ProtocolError(TelegradError):
     """A peer sent bytes that are not a valid message."""
 
 
+class CallRefused(TelegradError, PermissionError):
+    """A worker that runs exported functions alone does not do what was asked; the text names the rule."""
+
+
 class SerializationError(TelegradError, TypeError):
     """A function, argument or result cannot be sent to another worker."""
 
@@ -101,6 +116,24 @@ class RemoteError(TelegradError):
 
 class RRefError(TelegradError):
     """A remote reference was used in a way, place or time it cannot serve."""
+
+
+class DurableError(TelegradError):
+    """Base of what goes wrong with durable values and the runs they belong to."""
+
+
+class NotRestored(DurableError, WorkerDied):
+    """A durable value is not to be had now: its owner was started again, or is returning to an earlier state.
+
+    Whoever starts a step again does so for this as well; inside `run.step()` that happens by itself."""
+
+
+class RunSuperseded(DurableError):
+    """What was asked belongs to a part of the run, or to a driver, that was given up."""
+
+
+class StateLost(DurableError):
+    """A worker died, all who kept copies of its state died with it, and none is on disk. The run cannot go on."""
 
 
 class AutogradError(TelegradError):

@@ -43,7 +43,7 @@ def reset() -> None:
 def left_over() -> tuple[int, int, int]:
     """Requests that run on this worker, and what is remembered of cancelled ones."""
     sessions = require_agent().peers.sessions()
-    cancellations = [session.cancellations for session in sessions]
+    cancellations = [session.cancellations for session in sessions if session.cancellations is not None]
     return (
         sum(session.running for session in sessions),
         sum(len(each._asked) for each in cancellations),
@@ -137,10 +137,9 @@ def test_what_has_not_begun_never_begins(pair: Cluster) -> None:
 
 def test_a_request_is_refused_if_its_cancellation_came_first() -> None:
     cancellations = Cancellations()
-    assert not cancellations
     cancellations.check(7)
     cancellations.ask(7)
-    assert cancellations
+    assert 7 in cancellations
     with pytest.raises(CallCancelled, match="before it began"):
         cancellations.check(7)
     cancellations.check(8)
@@ -152,7 +151,7 @@ def test_a_request_is_refused_if_its_cancellation_came_first() -> None:
     assert stopped == [7, 8]
     for answered in (7, 8):
         cancellations.forget(answered)
-    assert not cancellations
+        assert answered not in cancellations
 
 
 def test_a_timeout_leaves_nothing_running(pair: Cluster) -> None:

@@ -8,7 +8,7 @@ A call outside any context passes untouched. One inside is always wrapped, even 
 function may use parameters, or call on to others, and both must happen in the caller's context.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch import Tensor
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import SendNode, attach_recv
+from telegrad.autograd.outside import leave_behind, without_grad
 from telegrad.autograd.registry import Registry, current, registry_of, within
 from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import OnReply, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
+from telegrad.wire.codec import set_recording
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
     AnyMessage,
@@ -31,6 +33,7 @@ from telegrad.wire.messages import (
     PythonRemoteCall,
     RpcWithAutograd,
     RpcWithAutogradReply,
+    RpcWithProfilingReply,
     RRefFetch,
 )
 from telegrad.wire.specs import Flag
@@ -38,22 +41,26 @@ from telegrad.wire.specs import Flag
 _CALLS = {PythonCall, PythonRemoteCall, RRefFetch}
 
 
+def _is_recording() -> bool:
+    return current.get() is not None and torch.is_grad_enabled()
+
+
 def record_call(
     registry: Registry, to: WorkerId, message: AnyMessage, tensors: list[Tensor]
 ) -> tuple[AnyMessage, OnReply] | None:
     """A call goes out: wrapped if it is made in a context."""
+    if not torch.is_grad_enabled():
+        return message, _WITHOUT_GRAD
     context = current.get()
     if context is None:
         _check_strict(registry, to, tensors)
         return None
-    if not torch.is_grad_enabled():
-        return message, _WithoutGrad()
     if type(message) not in _CALLS:
         return None
     context.check_usable()
     context.participants.add(to)  # before the Send: a pass that counts that one must know whom to ask
     metadata = _record_send(registry, context, to, tensors)
-    return RpcWithAutograd(metadata, message), _Recorded(  # type: ignore[arg-type] # it is in _CALLS
+    return RpcWithAutograd(metadata, message, context.strict), _Recorded(  # type: ignore[arg-type] # it is in _CALLS
         context, to, metadata.message_id
     )
 
@@ -61,11 +68,12 @@ def record_call(
 def _check_strict(registry: Registry, to: WorkerId, tensors: list[Tensor]) -> None:
     """Outside any context nothing is recorded. While a strict one is open, that is taken for a mistake."""
     strict = registry.strict_context()
-    if strict is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if strict is not None and any(tensor.requires_grad for tensor in tensors):
         raise AutogradError(
             f"a tensor that requires grad was about to be sent to worker {to} outside any context, while the strict "
-            f"context {strict} is open: its gradient would be lost. Make the call in the block of the context (a new "
-            "thread begins outside of it), or send the tensor detached"
+            f"context {strict} is open: its gradient would be lost. Make the call in the block of the context, or in "
+            "the function called in it. A new thread begins outside of it: start it with "
+            "threading.Thread(target=contextvars.copy_context().run, args=(function, ...)). Or send the tensor detached"
         )
 
 
@@ -73,10 +81,13 @@ class _WithoutGrad:
     """Under `no_grad` a result must not require grad, as it would not in one process."""
 
     def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
-        return message, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+        return message, without_grad(tensors) if tensors else tensors
 
     def unsent(self) -> None:
         """Nothing was recorded."""
+
+
+_WITHOUT_GRAD = _WithoutGrad()
 
 
 def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: list[Tensor]) -> AutogradMetadata:
@@ -87,13 +98,14 @@ def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: li
     return AutogradMetadata(context.context_id, message_id)
 
 
-def _record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
+def record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
     """Put the tensors that required grad at their sender behind a Recv."""
     positions = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     if not positions:
         return tensors
     plain = [
-        tensors[i].detach() if type(tensors[i]) is not Tensor else tensors[i].requires_grad_(False) for i in positions
+        _of_parameter(tensors[i], tensors) if type(tensors[i]) is not Tensor else tensors[i].requires_grad_(False)
+        for i in positions
     ]
     attached, recv = attach_recv(plain, message_id, sender)
     context.add_recv(recv)
@@ -101,6 +113,17 @@ def _record_recv(context: Context, sender: WorkerId, message_id: MessageId, tens
     for position, tensor in zip(positions, attached, strict=True):
         tensors[position] = tensor
     return tensors
+
+
+def _of_parameter(parameter: Tensor, tensors: list[Tensor]) -> Tensor:
+    """The tensor of a parameter; a view if it may overlap another tensor of the message, as `attach_recv` wants it."""
+    tensor = parameter.detach()
+    if len(tensors) > 1:
+        storage = tensor.untyped_storage()._cdata
+        others = [other for other in tensors if other.layout is torch.strided and not other.is_nested]
+        if sum(other.untyped_storage()._cdata == storage for other in others) > 1:
+            return tensor.view_as(tensor)
+    return tensor
 
 
 class _Recorded:
@@ -122,7 +145,7 @@ class _Recorded:
         self._context.touch(message.participants)
         if any(tensor.requires_grad for tensor in tensors):
             self._context.arrived(message_id, self._to)
-        return message.reply, _record_recv(self._context, self._to, message_id, tensors)
+        return message.reply, record_recv(self._context, self._to, message_id, tensors)
 
     def unsent(self) -> None:
         """The call did not leave: nobody will ever return gradients for its tensors."""
@@ -136,6 +159,8 @@ def serve_recorded(agent: Agent, request: Request) -> None:
     registry = registry_of(agent)
     context = registry.join(message.metadata.context_id)
     context.check_usable()
+    if message.strict and not context.strict:
+        registry.make_strict(context)
     caller = request.caller.worker_id
     context.participants.add(caller)
     if agent.is_dead(request.caller):  # its end was told before it was known to have a part in this
@@ -154,15 +179,15 @@ def serve_recorded(agent: Agent, request: Request) -> None:
         return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
 
     request.message = message.call
-    request.on_tensors = lambda tensors: _record_recv(context, caller, message_id, tensors)
+    request.on_tensors = lambda tensors: record_recv(context, caller, message_id, tensors)
     request.on_reply = on_reply
     request.scope = lambda: within(context)
-    agent.serve(request)
+    request.session.serve(request)
 
 
 def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
     """A reply came after its caller had given up: its tensors are lost, and their Send must hear so in a pass."""
-    message = frame.message
+    message = frame.message.reply if type(frame.message) is RpcWithProfilingReply else frame.message
     if type(message) is not RpcWithAutogradReply or not _has_gradients(frame):
         return
     context = registry.get(message.metadata.context_id)
@@ -185,6 +210,10 @@ class AutogradLayer(Registry):
 
     wrap_call = record_call  # not by way of a method: it is on the path of every call
 
+    def on_plain_reply(self, what: Callable[[], str], tensors: list[Tensor]) -> list[Tensor]:
+        """Of a call outside any context."""
+        return leave_behind(what, tensors)
+
     def on_late_reply(self, frame: Frame, sender: WorkerId) -> None:
         """Its tensors are lost, and their Send must hear so."""
         note_orphan(self, frame, sender)
@@ -192,4 +221,5 @@ class AutogradLayer(Registry):
 
 def install(agent: Agent) -> None:
     """Put the autograd layer on an agent."""
+    set_recording(_is_recording)
     agent.install(AutogradLayer(agent))

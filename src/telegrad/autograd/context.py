@@ -6,7 +6,7 @@ context reaches has one under the same id; the worker that opened it tells them 
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -42,8 +42,10 @@ class Context:
         self.gradients: dict[Tensor, Tensor] = {}
         self.failure: WorkerDied | None = None  # the loss of a participant; never raised itself
         self.ended = False
+        self.strict = False  # see `autograd.context`
         # What a running pass waits for, in words; set by the engine.
         self.waiting_for: Callable[[], list[str]] | None = None
+        self.profile: Any = None  # runs what passes do here, while a root profiles them
         self._lock = threading.Lock()
         self.newest_pass: dict[WorkerId, PassId] = {}  # by its root: what comes about an older one comes too late
         self._late: Late | None = None
@@ -87,6 +89,19 @@ class Context:
         with self._lock:
             self.orphans[message_id] = sender
             late = self._late
+        if late is not None:
+            late(message_id, sender)
+
+    def arrived_in_pass(self, message_id: MessageId, sender: WorkerId, pass_id: PassId) -> None:
+        """A message of a pass came, with gradients that have a graph; a Recv may follow.
+
+        It is no part of that pass, and its sender knows. Of a later one it might be, as any other message.
+        """
+        with self._lock:
+            self.orphans[message_id] = sender
+            begun = self._begun
+            of_later = begun is not None and (worker_of(begun) != worker_of(pass_id) or begun > pass_id)
+            late = self._late if of_later else None
         if late is not None:
             late(message_id, sender)
 

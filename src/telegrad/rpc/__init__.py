@@ -17,7 +17,10 @@ from telegrad.rpc.options import RpcBackendOptions, as_timeout
 from telegrad.rpc.patterns.batch import batch
 from telegrad.rpc.patterns.many import as_completed, gather, get_worker_infos, map
 from telegrad.rpc.server.cancellation import cancelled
+from telegrad.rpc.trust.exports import Limits, export, withdraw
 from telegrad.rpc.workers import WorkerInfo
+from telegrad.transport.tls import Tls
+from telegrad.wire.plain import register_dataclass
 
 if TYPE_CHECKING:
     from telegrad.rref.reference import RRef, remote
@@ -25,13 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Future",
+    "Limits",
     "RRef",
     "RpcBackendOptions",
+    "Tls",
     "WorkerInfo",
     "as_completed",
     "batch",
     "cancelled",
     "debug_waits",
+    "export",
     "functions",
     "gather",
     "get_rpc_timeout",
@@ -40,12 +46,14 @@ __all__ = [
     "init_rpc",
     "is_available",
     "map",
+    "register_dataclass",
     "remote",
     "rpc_async",
     "rpc_sync",
     "set_rpc_timeout",
     "shutdown",
     "stream",
+    "withdraw",
 ]
 
 _FROM_ABOVE = {"RRef": "telegrad.rref", "remote": "telegrad.rref", "stream": "telegrad.rref.stream"}

@@ -5,6 +5,7 @@ the reply itself and no other thread has to wake up for it.
 """
 
 import asyncio
+import contextvars
 import copy
 import logging
 import time
@@ -63,7 +64,7 @@ class Future(torch.futures.Future[T]):
         `rpc.cancelled()`. Returns False, and does nothing, if the call is done, or the future is not that of a call.
 
         Example:
-            >>> future = rpc.rpc_async("worker1", time.sleep, (60,))
+            >>> future = rpc.rpc_async("worker1", time.sleep, (0.1,))
             >>> future.cancel()
             True
         """
@@ -89,9 +90,16 @@ class Future(torch.futures.Future[T]):
         return child
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Run `callback` with this future when it is done; at once if it is."""
+        """Run `callback` with this future when it is done; at once if it is.
+
+        It sees the context variables of the code that adds it: calls that it makes are in the autograd context of that
+        code, whichever thread runs it."""
         if not callable(callback):
             raise TypeError(f"incompatible function arguments. A callback takes the future, got {callback!r}")
+        context = contextvars.copy_context()
+        self._add_callback(lambda future: context.run(callback, future))
+
+    def _add_callback(self, callback: Callable[[torch.futures.Future[T]], object]) -> None:
         self.has_callbacks = True
         while self.settling and not self.done():  # a moment: the value is being unpacked
             time.sleep(0)
@@ -126,7 +134,7 @@ class Future(torch.futures.Future[T]):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(finished)
+        self._add_callback(finished)
         try:
             yield from done.__await__()
         except asyncio.CancelledError:

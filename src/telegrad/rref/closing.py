@@ -62,7 +62,8 @@ def named(references: References) -> list[Leak]:
 
 
 def _named(references: References) -> list[Leak]:
-    return [leak for leak in references.owned.leaks() if leak.forks]
+    """Those who are gone name nothing, though what they held is kept until all others have answered for them."""
+    return [leak for leak in references.owned.leaks() if not all(map(references.is_gone, leak.forks.values()))]
 
 
 def debug_info(references: References) -> dict[str, str]:
@@ -87,7 +88,9 @@ def _report(references: References, held: Iterable[tuple[PeerId, RRefId]]) -> No
             continue
         try:
             arguments = ([Loan(rref_id) for rref_id in rref_ids],)
-            types = wait_for_value(start_call(references.agent, member, _type_names, arguments, None, _PATIENCE))
+            agent = references.agent
+            slot = start_call(agent, agent.link(member), _type_names, arguments, None, _PATIENCE)
+            types = wait_for_value(slot)
         except (TelegradError, OSError) as error:
             log.debug("the types of what %s owns are not known: %s", member.name, error)
             types = {"value": len(rref_ids)}

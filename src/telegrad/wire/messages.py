@@ -139,15 +139,17 @@ class AutogradMetadata(Message, frozen=True):
 
 
 class RpcWithAutograd(Message, frozen=True, tag=20):
-    """A call made inside a context; its tensors that require grad come from the Send named in the metadata."""
+    """A call made inside a context; its tensors that require grad come from the Send named in the metadata. In a strict
+    context, calls that the callee makes outside of it are an error there, too."""
 
     metadata: AutogradMetadata
     call: PythonCall | PythonRemoteCall | RRefFetch
+    strict: bool
 
 
 def with_definition(call: Any, definition: bytes) -> Any:
     """The message of a call, with the definition of its function rather than the number alone."""
-    if type(call) is RpcWithAutograd:
+    if type(call) is RpcWithAutograd or type(call) is RpcWithProfiling:
         return msgspec.structs.replace(call, call=with_definition(call.call, definition))
     return msgspec.structs.replace(call, definition=definition)
 
@@ -184,6 +186,18 @@ class PropagateGradients(Message, frozen=True, tag=23):
     present: tuple[bool, ...]
 
 
+class WithGraph(Message, frozen=True, tag=66):
+    """A message of a pass beyond the first order. Its gradients have a graph (`create_graph`), or are asked of some
+    tensors only: `inputs` says of how many on each worker. `recorded`: the id under which the gradients in it left a
+    Send, to be received like those of a call; -1 if they have no graph."""
+
+    message: BeginPass | PropagateGradients
+    create_graph: bool
+    only_inputs: bool
+    inputs: tuple[tuple[WorkerId, int], ...]
+    recorded: MessageId
+
+
 class TooLateForPass(Message, frozen=True, tag=51):
     """The message of the Send named in the metadata came when I had begun this pass: no gradient will come for it. This
     does not begin the pass. The reply is an Ack."""
@@ -203,6 +217,13 @@ class PassDone(Message, frozen=True, tag=24):
 
     participants: tuple[WorkerId, ...]
     gradients: tuple[tuple[MessageId, tuple[bool, ...]], ...]
+
+
+class PassDoneWithInputs(Message, frozen=True, tag=67):
+    """A `PassDone`, and which of the tensors asked of this worker have a gradient, by their position."""
+
+    done: PassDone
+    found: tuple[int, ...]
 
 
 class AbortPass(Message, frozen=True, tag=25):
@@ -239,15 +260,17 @@ class CleanupAutogradContextReply(Message, frozen=True, tag=29):
 
 
 class RpcWithProfiling(Message, frozen=True, tag=30):
-    """A call made under a profiler: record it under `key` and return the events."""
+    """A call made under a profiler: profile it as well, with the same `options`, and return the events."""
 
-    key: str
+    key: str  # what the call is named in the caller's profile
+    options: int
     call: PythonCall | PythonRemoteCall | RRefFetch | RpcWithAutograd
 
 
 class RpcWithProfilingReply(Message, frozen=True, tag=31):
-    """The reply of such a call; the recorded events precede the result in the payload."""
+    """The reply of such a call, with the events of its profile as msgpack."""
 
+    events: bytes
     reply: PythonReply | RRefFetchReply | Ack | RpcWithAutogradReply
 
 
@@ -296,6 +319,11 @@ class Goodbye(Message, frozen=True, tag=45):
     """I am leaving on purpose; what you still ask of me will not be answered."""
 
     incarnation: Incarnation
+    exited: bool = False  # its program ended without calling shutdown
+
+
+class DialBack(Message, frozen=True, tag=49):
+    """Connect to me at the address I published, and answer with an Ack if that works."""
 
 
 class DebugWaits(Message, frozen=True, tag=46):
@@ -351,6 +379,8 @@ AnyMessage = (
     | PropagateGradientsReply
     | TooLateForPass
     | PassDone
+    | PassDoneWithInputs
+    | WithGraph
     | AbortPass
     | ParticipantDied
     | CleanupAutogradContext
@@ -364,6 +394,7 @@ AnyMessage = (
     | ReleaseBlocks
     | RetireBlocks
     | Goodbye
+    | DialBack
     | DebugWaits
     | WaitsReply
     | CancelCall

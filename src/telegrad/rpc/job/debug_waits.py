@@ -14,16 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from telegrad.errors import TelegradError
+from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.layer import Layer, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.wire.messages import DebugWaits, WaitsReply
-
-if TYPE_CHECKING:
-    from telegrad.rpc.agent import Agent
 
 _ANSWER_SECONDS = 2.0
 _NOBODY = -1
@@ -56,7 +54,7 @@ def debug_waits(cluster: bool = False) -> str:
     return "\n".join(lines) or "no worker waits for anything"
 
 
-def waits_of(agent: "Agent") -> list[Wait]:
+def waits_of(agent: Agent) -> list[Wait]:
     """What the worker of an agent waits for."""
     now = time.monotonic()
     waits = [
@@ -103,7 +101,7 @@ def chains(names: Mapping[int, str], answers: Mapping[int, Sequence[Wait] | None
     return lines
 
 
-def _ask_all(agent: "Agent") -> dict[int, list[Wait] | None]:
+def _ask_all(agent: Agent) -> dict[int, list[Wait] | None]:
     """The answers of all other living workers; None for one that does not answer."""
     asked = []
     for member in agent.directory.members():
@@ -134,8 +132,10 @@ def _nothing(_: Any) -> None:
 class Waits(Layer):
     """Answers others who ask what this worker waits for, and SIGUSR1."""
 
-    def __init__(self, agent: "Agent") -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        # What is printed on SIGUSR1; a layer above may know more.
+        self.describe: Callable[[], str] = lambda: debug_waits(cluster=True)
         self._restore_signal = _install_signal(agent)
 
     def messages(self) -> Mapping[type[Any], Served]:
@@ -151,7 +151,7 @@ class Waits(Layer):
         self._restore_signal()
 
 
-def _install_signal(agent: "Agent") -> Callable[[], None]:
+def _install_signal(agent: Agent) -> Callable[[], None]:
     """Print on SIGUSR1, if nobody else has a use for it; what undoes that."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return lambda: None
@@ -174,5 +174,5 @@ def _install_signal(agent: "Agent") -> Callable[[], None]:
 def _print() -> None:
     agent = current_agent()
     if agent is not None:
-        sys.stderr.write(f"--- {agent.info.name} ---\n{debug_waits(cluster=True)}\n")
+        sys.stderr.write(f"--- {agent.info.name} ---\n{agent.layer(Waits).describe()}\n")
         sys.stderr.flush()

@@ -20,9 +20,6 @@ class Cancellations:
         self._asked: set[int] = set()
         self._stops: dict[int, Callable[[], object]] = {}  # of requests that can be stopped: coroutines
 
-    def __bool__(self) -> bool:
-        return bool(self._asked)
-
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._asked
 
