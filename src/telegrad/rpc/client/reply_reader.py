@@ -58,6 +58,9 @@ class ReadLink(Protocol):
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
 
+    def left_by_caller(self, slot: Slot) -> None:
+        """Nobody waits for this request any more."""
+
 
 class ReplyReader:
     """The reading end of a link."""

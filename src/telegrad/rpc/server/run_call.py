@@ -159,5 +159,5 @@ def _serve_cancel(request: Request) -> None:
     """The handler of `CancelCall`."""
     message = request.message
     assert type(message) is CancelCall
-    if request.session.runs(message.request_id):  # else it has been answered
+    if message.request_id in request.session.requests.running:  # else it has been answered
         request.session.cancelling().ask(message.request_id)

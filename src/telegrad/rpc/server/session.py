@@ -320,15 +320,12 @@ class Session:
             if self.cancellations is not None:
                 self.cancellations.forget(request_id)
 
-    def runs(self, request_id: int) -> bool:
-        """Whether this request was taken and not yet answered."""
-        return request_id in self.requests.running
-
     def cancelling(self) -> Cancellations:
-        """What was cancelled of the requests here. One operation makes it, so two threads have the same."""
-        self.__dict__.setdefault("_cancellations", Cancellations())
-        self.cancellations = made = self.__dict__["_cancellations"]
-        return made
+        """What was cancelled of the requests here."""
+        with self._lock:
+            if self.cancellations is None:
+                self.cancellations = Cancellations()
+            return self.cancellations
 
     def _send(self, frame: Reply, lazy: bool = False) -> bytes | None:
         """Send what `Connection.send` takes, less the ack: kind, request id, message, and what goes with it."""
