@@ -348,8 +348,7 @@ class Link:
         late, again = self.pending.expired(time.monotonic())
         for slot in late:
             slot.error = self.timeout_error(slot)
-            slot.done = True
-            self.replies.complete(slot)
+        self.replies.settle(late)
         if again != FOREVER:
             self.runtime.timer.at(again, self.expire)
 
@@ -403,9 +402,10 @@ class Link:
                 self._io_threads.forget(connection.stream.fileno())
                 connection.close()
                 self.current = None
-        for slot in self.pending.take_all():
+        waiting = self.pending.take_all()
+        for slot in waiting:
             slot.error = ProtocolError(f"worker {self.member.name!r} broke the protocol during {slot.what()}: {error}")
-            self.replies.finish(slot)
+        self.replies.settle(waiting)
 
     def fail(self, error: WorkerDied) -> None:
         """The worker is gone for good."""
@@ -419,9 +419,10 @@ class Link:
         self.settled.set()
 
     def _fail_all(self) -> None:
-        for slot in self.pending.take_all():
+        waiting = self.pending.take_all()
+        for slot in waiting:
             slot.error = self.died(slot)
-            self.replies.finish(slot)
+        self.replies.settle(waiting)
 
     def close(self) -> None:
         """End the link from this side; what still waits is told so."""
