@@ -68,7 +68,7 @@ class SendNode:
             tensors = [_numbers_of(tensor) if tensor.is_nested else tensor for tensor in tensors]
             self.metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
         # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
-        self.edges: tuple[GradientEdge, ...] = tuple([_edge_of(tensor) for tensor in tensors])
+        self.edges: tuple[GradientEdge, ...] = tuple([edge_of(tensor) for tensor in tensors])
 
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""
@@ -97,7 +97,7 @@ class SendNode:
         return f"<SendNode {self.message_id}: {len(self.edges)} tensors to worker {self.peer}>"
 
 
-def _edge_of(tensor: Tensor) -> GradientEdge:
+def edge_of(tensor: Tensor) -> GradientEdge:
     """Where the gradient of a tensor goes. A view of a view made under `no_grad` says that it requires grad, but leads
     nowhere: in one process its gradient is dropped, and so it is here."""
     if tensor.layout is not torch.strided:  # torch asks a view of the tensor, and there is none of a sparse one
