@@ -73,6 +73,11 @@ class Block:
         self.address = self._mapping.address
         self._array_type = ctypes.c_char * size
 
+    @property
+    def mapping(self) -> Mapping:
+        """The memory itself, which lives as long as something refers to it."""
+        return self._mapping
+
     def alias(self) -> Any:
         """A new ctypes array over the whole block; what is built on it keeps it, and it keeps the mapping."""
         array = self._array_type.from_address(self.address)

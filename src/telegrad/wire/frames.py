@@ -103,7 +103,7 @@ class Frame:
         self.payload = payload
         self.data = data
         self.data_offset = data_offset
-        self.buffers: list[memoryview] | tuple[()] = ()
+        self.buffers: list[Any] | tuple[()] = ()
 
     def take_tensors(self) -> list[Tensor]:
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""

@@ -321,6 +321,37 @@ class Observed(Message, frozen=True, tag=61):
     data: bytes
 
 
+class AnnounceDeviceBlock(Message, frozen=True, tag=60):
+    """A block of my device memory that messages will name; with `ask`, tell me whether you can open it."""
+
+    number: int
+    size: int
+    gpu: str  # its UUID
+    offset: int  # in the memory that the handle stands for
+    memory: bytes
+    event: bytes
+    ask: bool
+
+
+class DeviceBlockOpened(Message, frozen=True, tag=61):
+    """I opened a block of your device memory, or cannot, and why."""
+
+    number: int
+    refusal: str
+
+
+class ReleaseDeviceBlocks(Message, frozen=True, tag=62):
+    """I have copied these blocks of your device memory, or closed them if you had retired them."""
+
+    blocks: tuple[int, ...]
+
+
+class RetireDeviceBlocks(Message, frozen=True, tag=63):
+    """I will not use these blocks of my device memory again; close them and tell me."""
+
+    blocks: tuple[int, ...]
+
+
 AnyMessage = (
     PythonCall
     | PythonReply

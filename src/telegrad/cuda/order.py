@@ -1,0 +1,196 @@
+"""The order of work on the GPU: who must see whose work, without any thread waiting for the GPU.
+
+- A request runs on streams of its own, from a pool, so that several may overlap. It finds the work of everything that
+  had ended here before it began: earlier requests, earlier passes, and what lies on the default stream.
+- A backward pass has streams of its own, too, whichever threads run its parts.
+- A message carries an event for its memory (`transport/device_blocks.py`), so what the sender had enqueued is done
+  before the receiver's stream reads it.
+
+Streams that nobody uses are remembered while their work may be unfinished; the next user waits for them on the GPU.
+A program that has no CUDA tensors never gets further than a look at `active`. All of this is one process's: agents that
+share a process share its streams. `_lock` guards the pool; the streams of one `Lane` belong to one request or pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+A = TypeVar("A")
+
+active = False  # whether a CUDA tensor was ever sent or received here, or a device map names a CUDA device
+
+_lock = threading.Lock()
+_devices: list[int] = []  # those in use, by index
+_free: list[Lane] = []  # the last one used is taken first: its own work needs no waiting for
+
+
+class Lane:
+    """One stream on each device in use, for one request or one pass at a time."""
+
+    __slots__ = ("_streams", "busy", "uses")
+
+    def __init__(self) -> None:
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self.uses = 0
+        self.busy = False  # whether some of its work may be unfinished
+
+    def stream(self, device: int) -> torch.cuda.Stream:
+        """The stream on one device."""
+        found = self._streams.get(device)
+        if found is None:
+            found = self._streams[device] = torch.cuda.Stream(device)
+        return found
+
+    def streams(self) -> list[torch.cuda.Stream]:
+        """Those on all devices in use."""
+        return [self.stream(device) for device in _devices]
+
+
+def use(device: int) -> None:
+    """A device of this process has a part in messages from now on."""
+    global active  # noqa: PLW0603 - a module's flag, which costs a call without CUDA the least to look at
+    if device in _devices:
+        return
+    with _lock:
+        if device not in _devices:
+            _devices.append(device)
+    active = True
+
+
+def devices() -> list[torch.device]:
+    """The devices in use."""
+    return [torch.device("cuda", index) for index in _devices]
+
+
+# --- lanes ---
+
+
+def take() -> Lane:
+    """A lane that nobody uses. Its streams wait for all work of those that have ended here."""
+    with _lock:
+        lane = _free.pop() if _free else Lane()
+    for stream in lane.streams():
+        default = torch.cuda.default_stream(stream.device)
+        if not default.query():
+            stream.wait_stream(default)
+    _follow(lane.stream)
+    return lane
+
+
+def give_back(lane: Lane) -> None:
+    """A request or a pass has ended; others will find its work."""
+    lane.uses += 1
+    lane.busy = True
+    with _lock:
+        _free.append(lane)
+
+
+def _follow(stream_on: Callable[[int], torch.cuda.Stream]) -> None:
+    """Have streams, one for each device, wait for the unfinished work of all lanes that nobody uses."""
+    with _lock:
+        ended = [(lane, lane.uses) for lane in _free if lane.busy]
+    for lane, uses in ended:
+        unfinished = False
+        for theirs in lane.streams():
+            ours = stream_on(theirs.device.index)
+            if ours != theirs and not theirs.query():
+                ours.wait_stream(theirs)
+                unfinished = True
+        if not unfinished:
+            with _lock:
+                if lane.uses == uses and lane in _free:
+                    lane.busy = False
+
+
+class on:  # noqa: N801 - used like a function; a class, because each request enters one
+    """Within, the current streams of this thread are those of a lane."""
+
+    __slots__ = ("_before", "_lane")
+
+    def __init__(self, lane: Lane | None) -> None:
+        self._lane = lane
+        self._before: list[torch.cuda.Stream] = []
+
+    def __enter__(self) -> None:
+        if self._lane is not None:
+            streams = self._lane.streams()
+            self._before = [torch.cuda.current_stream(stream.device) for stream in streams]
+            _set_current(streams)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            _set_current(self._before)
+
+
+def _set_current(streams: list[torch.cuda.Stream]) -> None:
+    device = torch.cuda.current_device()
+    for stream in streams:
+        torch.cuda.set_stream(stream)  # makes its device the current one, too
+    if streams[-1].device.index != device:
+        torch.cuda.set_device(device)
+
+
+def run(function: Callable[[A], Any], argument: A) -> None:
+    """Call `function(argument)` on a lane of its own."""
+    lane = take()
+    try:
+        with on(lane):
+            function(argument)
+    finally:
+        give_back(lane)
+
+
+# --- handing over ---
+
+
+def hand_over(tensors: Iterable[Tensor | None], lane: Lane | None) -> None:
+    """What this thread's current streams made of `tensors` is seen by all that comes on `lane` from now on."""
+    if lane is None:
+        return
+    waited: set[int] = set()
+    for tensor in tensors:
+        if tensor is None or not tensor.is_cuda:
+            continue
+        device = tensor.get_device()
+        stream, current = lane.stream(device), torch.cuda.current_stream(device)
+        if stream == current:
+            continue
+        if device not in waited:
+            waited.add(device)
+            stream.wait_stream(current)
+        for part in _with_memory(tensor):
+            part.record_stream(stream)
+
+
+def join() -> None:
+    """What requests and passes that ended here left on their streams is seen by this thread's from now on."""
+    _follow(torch.cuda.current_stream)
+
+
+def adopt(tensors: Iterable[Tensor]) -> None:
+    """The same, for tensors that were made there and will be used, and let go of, by this thread."""
+    join()
+    for tensor in tensors:
+        if tensor.is_cuda:
+            for part in _with_memory(tensor):
+                part.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def synchronize() -> None:
+    """Wait for the GPU: for what is too rare to be worth an order of its own, as sending again after a lost connection."""
+    for device in devices():
+        torch.cuda.synchronize(device)
+
+
+def _with_memory(tensor: Tensor) -> list[Tensor]:
+    """The tensors whose memory one consists of."""
+    if tensor.layout is torch.strided:
+        return [] if tensor.is_nested else [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor.values()]
