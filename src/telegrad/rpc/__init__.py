@@ -14,30 +14,39 @@ from telegrad.rpc.futures import Future
 from telegrad.rpc.job.debug_waits import debug_waits
 from telegrad.rpc.job.lifecycle import init_rpc, shutdown
 from telegrad.rpc.options import RpcBackendOptions, as_timeout
+from telegrad.rpc.patterns.batch import batch
+from telegrad.rpc.patterns.many import as_completed, gather, get_worker_infos, map
 from telegrad.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
     from telegrad.rref.reference import RRef, remote
+    from telegrad.rref.stream import stream
 
 __all__ = [
     "Future",
     "RRef",
     "RpcBackendOptions",
     "WorkerInfo",
+    "as_completed",
+    "batch",
     "debug_waits",
     "functions",
+    "gather",
     "get_rpc_timeout",
     "get_worker_info",
+    "get_worker_infos",
     "init_rpc",
     "is_available",
+    "map",
     "remote",
     "rpc_async",
     "rpc_sync",
     "set_rpc_timeout",
     "shutdown",
+    "stream",
 ]
 
-_FROM_ABOVE = {"RRef": "telegrad.rref", "remote": "telegrad.rref"}
+_FROM_ABOVE = {"RRef": "telegrad.rref", "remote": "telegrad.rref", "stream": "telegrad.rref.stream"}
 
 
 def __getattr__(name: str) -> Any:

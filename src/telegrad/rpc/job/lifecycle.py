@@ -17,7 +17,7 @@ from telegrad.rpc.job.barrier import ask_who_is_missing, barrier
 from telegrad.rpc.job.join import Membership, leave, let_go_of_place, start
 from telegrad.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
 from telegrad.rpc.threads.cores import return_share, take_share
-from telegrad.rpc.workers import check_name
+from telegrad.rpc.workers import WorkerInfo, check_name
 
 _LOOK_SECONDS = 0.001
 _DELIVERY_SECONDS = 5.0
@@ -31,7 +31,7 @@ def init_rpc(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
-) -> None:
+) -> "Joined":
     """Make this process a worker: it can then call the others and be called by them.
 
     Args:
@@ -41,7 +41,13 @@ def init_rpc(
         world_size: how many workers there are; None if they may come and go at any time.
         rpc_backend_options: see `RpcBackendOptions`.
 
-    Returns when all `world_size` workers are there. RendezvousError at the deadline names those that are missing.
+    Returns when all `world_size` workers are there. RendezvousError at the deadline names those that are missing. What
+    it returns may be used in a `with` block, whose end is a graceful `shutdown`, or one at once after an error.
+
+    Example:
+        >>> with rpc.init_rpc("worker0", rank=0, world_size=1) as me:
+        ...     rpc.rpc_sync(me, pow, (2, 3))
+        8
     """
     options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
     if not isinstance(options, RpcBackendOptions):
@@ -50,7 +56,24 @@ def init_rpc(
     rank, world_size = _from_environment(options.init_method, rank, world_size)
     if world_size is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of worker {name!r} is not within 0..{world_size - 1}")
-    start_worker(name, rank, world_size, options)
+    return Joined(start_worker(name, rank, world_size, options))
+
+
+class Joined:
+    """This worker's part in the job, as a context manager that ends it; see `init_rpc`."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def __repr__(self) -> str:
+        return f"<Joined as {self._agent.info}>"
+
+    def __enter__(self) -> WorkerInfo:
+        return self._agent.info
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if current_agent() is self._agent:  # else the block has called `shutdown` itself
+            shutdown(graceful=kind is None)
 
 
 def start_worker(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any = None) -> Agent:
