@@ -95,7 +95,7 @@ class DeviceBytes:
         offsets = iter(range(0, self._nbytes, CHUNK))
         size = min(CHUNK, self._nbytes)
         buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(_AHEAD + 1)]
-        events = [torch.cuda.Event() for _ in buffers]
+        events = [torch.cuda.Event() for _ in buffers]  # type: ignore[no-untyped-call] # of torch's
         started: list[tuple[int, int]] = []  # place among the buffers, bytes
         place = 0
 

@@ -1,21 +1,23 @@
 """The order of work on the GPU: who must see whose work, without any thread waiting for the GPU.
 
-- A request runs on streams of its own, from a pool, so that several may overlap. It finds the work of everything that
-  had ended here before it began: earlier requests, earlier passes, and what lies on the default stream.
+- A request runs on streams of its own, from a pool (a `Lane`), so that several may overlap. It finds the work of
+  everything that had been answered here before it began: earlier requests, earlier passes, and what lies on the default
+  stream.
 - A backward pass has streams of its own, too, whichever threads run its parts.
 - A message carries an event for its memory (`transport/device_blocks.py`), so what the sender had enqueued is done
   before the receiver's stream reads it.
+- A value that waits for whoever comes for it, in a future or behind a reference, has a `Mark` of the streams it was
+  made on.
 
-Streams that nobody uses are remembered while their work may be unfinished; the next user waits for them on the GPU.
 A program that has no CUDA tensors never gets further than a look at `active`. All of this is one process's: agents that
-share a process share its streams. `_lock` guards the pool; the streams of one `Lane` belong to one request or pass.
+share a process share its streams. `_lock` guards the lists; the streams of one lane belong to one request or pass.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,24 +28,33 @@ active = False  # whether a CUDA tensor was ever sent or received here, or a dev
 
 _lock = threading.Lock()
 _devices: list[int] = []  # those in use, by index
+_lanes: list[Lane] = []  # all there are
 _free: list[Lane] = []  # the last one used is taken first: its own work needs no waiting for
+
+
+class _Local(threading.local):
+    lane: Lane | None = None  # the one this thread is on
+
+
+_local = _Local()
 
 
 class Lane:
     """One stream on each device in use, for one request or one pass at a time."""
 
-    __slots__ = ("_streams", "busy", "uses")
+    __slots__ = ("_streams", "ended", "unfinished", "uses")
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self.ended = False  # its request or pass has been answered: others may know of it, and must see its work
+        self.unfinished = False  # whether some of that work may not be done
         self.uses = 0
-        self.busy = False  # whether some of its work may be unfinished
 
     def stream(self, device: int) -> torch.cuda.Stream:
         """The stream on one device."""
         found = self._streams.get(device)
         if found is None:
-            found = self._streams[device] = torch.cuda.Stream(device)
+            found = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # of torch's
         return found
 
     def streams(self) -> list[torch.cuda.Stream]:
@@ -71,9 +82,14 @@ def devices() -> list[torch.device]:
 
 
 def take() -> Lane:
-    """A lane that nobody uses. Its streams wait for all work of those that have ended here."""
+    """A lane that nobody uses. Its streams wait for the work of all that has been answered here."""
     with _lock:
-        lane = _free.pop() if _free else Lane()
+        if _free:
+            lane = _free.pop()
+        else:
+            lane = Lane()
+            _lanes.append(lane)
+        lane.ended = False
     for stream in lane.streams():
         default = torch.cuda.default_stream(stream.device)
         if not default.query():
@@ -82,47 +98,64 @@ def take() -> Lane:
     return lane
 
 
+def end(lane: Lane) -> None:
+    """A request or a pass on this lane is about to be answered: from now on others follow its work."""
+    with _lock:
+        lane.uses += 1
+        lane.ended = lane.unfinished = True
+
+
 def give_back(lane: Lane) -> None:
-    """A request or a pass has ended; others will find its work."""
-    lane.uses += 1
-    lane.busy = True
+    """A request or a pass is over."""
+    end(lane)
     with _lock:
         _free.append(lane)
 
 
 def _follow(stream_on: Callable[[int], torch.cuda.Stream]) -> None:
-    """Have streams, one for each device, wait for the unfinished work of all lanes that nobody uses."""
+    """Have streams, one for each device, wait for the unfinished work of all lanes that have ended."""
     with _lock:
-        ended = [(lane, lane.uses) for lane in _free if lane.busy]
+        ended = [(lane, lane.uses) for lane in _lanes if lane.ended and lane.unfinished]
     for lane, uses in ended:
         unfinished = False
         for theirs in lane.streams():
             ours = stream_on(theirs.device.index)
-            if ours != theirs and not theirs.query():
-                ours.wait_stream(theirs)
+            if not theirs.query():
                 unfinished = True
+                if ours != theirs:
+                    ours.wait_stream(theirs)
         if not unfinished:
             with _lock:
-                if lane.uses == uses and lane in _free:
-                    lane.busy = False
+                if lane.uses == uses and lane.ended:
+                    lane.unfinished = False
+
+
+def answering() -> None:
+    """A reply is about to leave from this thread. Its streams are those that the result was made on, or follow them."""
+    lane = _local.lane
+    if lane is not None:
+        end(lane)
+    else:
+        join()
 
 
 class on:  # noqa: N801 - used like a function; a class, because each request enters one
     """Within, the current streams of this thread are those of a lane."""
 
-    __slots__ = ("_before", "_lane")
+    __slots__ = ("_before", "_lane", "_outer")
 
-    def __init__(self, lane: Lane | None) -> None:
+    def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self._before: list[torch.cuda.Stream] = []
 
     def __enter__(self) -> None:
-        if self._lane is not None:
-            streams = self._lane.streams()
-            self._before = [torch.cuda.current_stream(stream.device) for stream in streams]
+        streams = self._lane.streams()
+        self._before = [torch.cuda.current_stream(stream.device) for stream in streams]
+        self._outer, _local.lane = _local.lane, self._lane
+        if streams:
             _set_current(streams)
 
     def __exit__(self, *_: object) -> None:
+        _local.lane = self._outer
         if self._before:
             _set_current(self._before)
 
@@ -148,10 +181,8 @@ def run(function: Callable[[A], Any], argument: A) -> None:
 # --- handing over ---
 
 
-def hand_over(tensors: Iterable[Tensor | None], lane: Lane | None) -> None:
+def hand_over(tensors: Iterable[Tensor | None], lane: Lane) -> None:
     """What this thread's current streams made of `tensors` is seen by all that comes on `lane` from now on."""
-    if lane is None:
-        return
     waited: set[int] = set()
     for tensor in tensors:
         if tensor is None or not tensor.is_cuda:
@@ -172,9 +203,46 @@ def join() -> None:
     _follow(torch.cuda.current_stream)
 
 
+class Mark(NamedTuple):
+    """Where on this thread's streams a value was made, for whoever comes for it later."""
+
+    events: list[tuple[torch.device, torch.cuda.Event]]
+    tensors: list[Tensor]
+
+
+def mark(value: Any = None) -> Mark:
+    """A mark of now. `value` is what was made: tensors in it, and in lists, tuples and dicts of it, are noted."""
+    events = []
+    for device in devices():
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
+        event.record(torch.cuda.current_stream(device))
+        events.append((device, event))
+    return Mark(events, list(_tensors_in(value, 3)))
+
+
+def follow(made: Mark) -> None:
+    """What was enqueued before a mark is seen by this thread's streams from now on."""
+    for device, event in made.events:
+        torch.cuda.current_stream(device).wait_event(event)
+    _keep_memory(made.tensors)
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part, depth - 1)
+
+
 def adopt(tensors: Iterable[Tensor]) -> None:
     """The same, for tensors that were made there and will be used, and let go of, by this thread."""
     join()
+    _keep_memory(tensors)
+
+
+def _keep_memory(tensors: Iterable[Tensor]) -> None:
+    """Tensors of other streams are used on the current ones: their memory is not used again before that is done."""
     for tensor in tensors:
         if tensor.is_cuda:
             for part in _with_memory(tensor):
@@ -182,7 +250,7 @@ def adopt(tensors: Iterable[Tensor]) -> None:
 
 
 def synchronize() -> None:
-    """Wait for the GPU: for what is too rare to be worth an order of its own, as sending again after a lost connection."""
+    """Wait for the GPU: for what is too rare for an order of its own, as sending again after a lost connection."""
     for device in devices():
         torch.cuda.synchronize(device)
 

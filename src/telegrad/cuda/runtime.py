@@ -194,7 +194,7 @@ def _find_library() -> Any:
     """The runtime that torch has loaded: another copy of it would not know torch's streams."""
     if torch.version.cuda is None:
         raise CudaError("this torch was built without CUDA")
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call] # of torch's
     try:
         return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
     except OSError:

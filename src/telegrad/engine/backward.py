@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import registry, within
+from telegrad.cuda import order
 from telegrad.engine.roll import Roll
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError
@@ -54,6 +55,8 @@ def backward(
     roll = Roll(service, seconds)
     pass_ = service.begin(context, retain_graph, entries, roll)
     roll.wait(pass_)
+    if order.active:
+        order.join()  # what follows in this thread finds the gradients
     if since and trace.recorder is not None:
         trace.recorder.span("backward", "backward", since, context=context_id)
 

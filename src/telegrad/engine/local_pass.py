@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad import trace
 from telegrad.autograd.functions import ANCHOR, Gradients, RecvNode, running_in, taker
+from telegrad.cuda import order
 from telegrad.engine.cut import cut_before, empty_queue
 from telegrad.engine.leaves import LeafSums, claimed, grads_aside, hooks_held, may_share, shared_held, variable_of
 from telegrad.engine.regions import Batch, Edges, Plan, Way
@@ -59,13 +60,16 @@ class LocalPass(Generic[K]):
         *,
         retain_graph: bool,
         deliver: Callable[[K, Gradients | None], None],
+        lane: order.Lane | None = None,
     ) -> None:
+        """With CUDA tensors `lane` has the streams that all calls of `run` are made on."""
         self.gradients: dict[Tensor, Tensor] = {}
         self.done = False
         self._sends = sends
         self._recvs = recvs
         self._retain_graph = retain_graph
         self._deliver = deliver
+        self._lane = lane
         self._lock = threading.Lock()  # guards what follows, except what only the runner touches
         self._bits = {key: bit for bit, key in enumerate(sends)}
         self._unheard = dict.fromkeys(sends)
@@ -301,6 +305,14 @@ class LocalPass(Generic[K]):
         """The post-hook of a node that leads out of a cut batch: keep what the engine will not take there."""
         if taker() != self._tell:
             return  # another engine call over the same graph: of another pass, or a user's own
+        if self._lane is None:
+            self._keep(node, inside, leaving)
+        else:  # a node runs on the streams of its forward, and what leaves it is used on those of the pass
+            order.hand_over(leaving, self._lane)
+            with order.on(self._lane):
+                self._keep(node, inside, leaving)
+
+    def _keep(self, node: Node, inside: set[Node | None], leaving: Gradients) -> None:
         for (child, position), gradient in zip(self._graph[node], leaving, strict=True):
             if child is None or child in inside:
                 continue

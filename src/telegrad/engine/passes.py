@@ -15,6 +15,7 @@ from torch import Tensor
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients, SendNode
+from telegrad.cuda import order
 from telegrad.engine.local_pass import LocalPass
 from telegrad.errors import AutogradError, WorkerDied
 from telegrad.ids import MessageId, PassId, WorkerId
@@ -62,6 +63,8 @@ class Pass:
         self._early: list[tuple[MessageId, Gradients | None]] = []  # heard before the pass could start
         self._on_end: list[Callable[[Pass], None]] = []
         self._for_root: list[tuple[MessageId, Gradients | None]] = []  # to go with the answer, if that comes soon
+        # With CUDA tensors: the streams of this pass, whichever threads run its parts.
+        self.lane: order.Lane | None = order.take() if order.active else None
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.finished else "running"
@@ -85,7 +88,12 @@ class Pass:
     def begin(self, roots: list[tuple[Any, Tensor]] | None = None) -> None:
         """Start. `roots` are edges and gradients, on the root only."""
         try:
-            self._start(roots)
+            if self.lane is None:
+                self._start(roots)
+            else:
+                order.hand_over([gradient for _, gradient in roots or ()], self.lane)
+                with order.on(self.lane):
+                    self._start(roots)
         except Exception as error:
             self.fail(error)
 
@@ -104,6 +112,7 @@ class Pass:
             recvs,
             retain_graph=self.retain_graph,
             deliver=lambda key, gradients: self._deliver(recvs[key].peer, key, gradients),
+            lane=self.lane,
         )
         if roots is not None:
             local.hear(ROOT, [gradient for _, gradient in roots])
@@ -128,6 +137,8 @@ class Pass:
     def _deliver(self, peer: WorkerId, key: MessageId, gradients: Gradients | None) -> None:
         """A Recv has its gradients. They leave at once, unless they can go with the answer to the root very soon."""
         if peer == self.root and self.roll is None and self._is_nearly_done(gradients):
+            if self.lane is not None:
+                order.hand_over(gradients or (), self.lane)
             self._for_root.append((key, gradients))
         else:
             self.service.tell(self, peer, key, gradients)
@@ -157,6 +168,8 @@ class Pass:
 
     def hear(self, key: MessageId, gradients: Gradients | None) -> None:
         """A Send of this worker has its gradients, which fit it (`Service.check`), or none will come."""
+        if self.lane is not None:
+            order.hand_over(gradients or (), self.lane)
         with self._lock:
             if self.finished:
                 return
@@ -166,7 +179,11 @@ class Pass:
                 return
         self._hear(local, key, gradients)
         try:
-            self._run(local)
+            if self.lane is None:
+                self._run(local)
+            else:
+                with order.on(self.lane):
+                    self._run(local)
         except Exception as error:
             self.fail(error)
 
@@ -236,5 +253,13 @@ class Pass:
             self._early = []
             if self.error is not None:
                 self._for_root = []
-        for action in actions:
-            action(self)
+        if self.lane is None:
+            for action in actions:
+                action(self)
+            return
+        order.end(self.lane)
+        try:
+            for action in actions:
+                action(self)
+        finally:
+            order.give_back(self.lane)

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
+from telegrad.cuda import order
 from telegrad.engine.passes import Pass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
@@ -295,6 +296,8 @@ class Service(Layer):
             carried.append((message_id, tuple([gradient is not None for gradient in gradients or ()])))
             tensors += [_to_send(gradient) for gradient in gradients or () if gradient is not None]
         gradients = None  # so that memory that nobody else holds can go back without a copy
+        if order.active:
+            order.adopt(tensors)  # if the pass had ended before this was asked for, its streams are not this thread's
         participants = ended.context.participants | ended.known
         self.agent.reply(request, PassDone(tuple(participants), tuple(carried)), Packed(b"", tensors))
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from telegrad import trace
+from telegrad.cuda import order
 from telegrad.errors import ProtocolError
 from telegrad.rpc.client.pending import FOREVER, Slot
-from telegrad.rpc.devices import place
+from telegrad.rpc.devices import Placement
 from telegrad.rpc.futures import Future
 from telegrad.rpc.job.member_log import MemberLog
 from telegrad.rpc.layer import Layers, OnReply
@@ -67,6 +68,7 @@ class Agent:
         self.info = member.info
         self.options = options
         self.rpc_timeout = options.rpc_timeout
+        self.placement = Placement(options, member)
         self.directory = Directory()
         self.directory.update([member])
         self.place = place
@@ -123,7 +125,7 @@ class Agent:
         `definition` is that of the function the message calls by its number."""
         tensors, memory = disassemble(packed.tensors) if packed.tensors else ((), ())
         if tensors:
-            tensors = place(self.options, self.info.name, member, tensors)
+            tensors = self.placement.place(member, tensors)
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
         slot.since = now
@@ -226,7 +228,10 @@ class Agent:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             if served.counts_as_work:
                 self.calls_served += 1
-            served.handler(request)
+            if order.active and served.counts_as_work:
+                order.run(served.handler, request)
+            else:
+                served.handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
             self.fail(request, error)
 
@@ -250,10 +255,12 @@ class Agent:
         """Answer a request; lazily if nobody waits for the answer."""
         if request.frame.kind == Kind.NOTICE:
             return
+        if order.active:
+            order.answering()
         try:
             tensors, memory = disassemble(packed.tensors) if packed.tensors else ((), ())
             if tensors:
-                tensors = place(self.options, self.info.name, request.caller, tensors)
+                tensors = self.placement.place(request.caller, tensors, reply=True)
             # Once nothing can be refused any more: what a layer notes about a reply must be about one that leaves.
             if request.on_reply is not None:
                 message = request.on_reply(message, packed.tensors)
@@ -272,6 +279,8 @@ class Agent:
         if request.frame.kind == Kind.NOTICE:
             log.warning("a %s of %s failed: %s", type(request.message).__name__, request.caller.name, error)
             return
+        if order.active:
+            order.answering()
         request.session.reply(Kind.FAILURE, request.frame.request_id, *describe_exception(error, self.info))
 
     def note_activity(self) -> None:

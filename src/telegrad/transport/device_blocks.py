@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks import MAX_BLOCK, block_size
@@ -305,12 +306,12 @@ class DeviceBorrower:
             raise ProtocolError(f"the peer announced {announced.size} bytes of device memory at {announced.offset}")
         if len(announced.memory) != HANDLE_BYTES or len(announced.event) != HANDLE_BYTES:
             raise ProtocolError("the peer announced a block of device memory without its handles")
-        device = visible_gpus().get(announced.gpu)
-        if device is None:
+        gpus = visible_gpus()
+        if announced.gpu not in gpus:
             why = f"this worker does not see the GPU {announced.gpu}"
         else:
             try:
-                self._blocks[number] = self._map(device, announced)
+                self._blocks[number] = self._map(gpus.index(announced.gpu), announced)
                 return ""
             except CudaError as error:
                 why = str(error)
@@ -487,19 +488,6 @@ class DeviceSegment:
         return storage
 
 
-_gpus: dict[str, int] = {}
-
-
 def gpu_id(device: int) -> str:
     """What names a GPU on this host, whatever number it has in which process."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def visible_gpus() -> dict[str, int]:
-    """The GPUs of this process, by their names."""
-    if not _gpus:
-        try:
-            _gpus.update({gpu_id(index): index for index in range(torch.cuda.device_count())})
-        except (RuntimeError, AssertionError) as error:
-            log.debug("no GPU can be used here: %s", error)
-    return _gpus
+    return visible_gpus()[device]

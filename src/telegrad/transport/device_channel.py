@@ -71,7 +71,7 @@ class DeviceChannel:
     # --- sending ---
 
     def lend(self, specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> list[SegmentSpec | None]:
-        """Copy what can stay on the GPU into blocks. For each segment where it is now, or None: it has to go another way.
+        """Copy what can stay on the GPU into blocks. For each segment where it is now, or None: it goes another way.
 
         The copies are on the current stream, so the sender may change its tensors as soon as this returns."""
         placed: list[SegmentSpec | None] = [None] * len(segments)

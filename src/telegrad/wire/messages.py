@@ -321,7 +321,7 @@ class Observed(Message, frozen=True, tag=61):
     data: bytes
 
 
-class AnnounceDeviceBlock(Message, frozen=True, tag=60):
+class AnnounceDeviceBlock(Message, frozen=True, tag=80):
     """A block of my device memory that messages will name; with `ask`, tell me whether you can open it."""
 
     number: int
@@ -333,20 +333,20 @@ class AnnounceDeviceBlock(Message, frozen=True, tag=60):
     ask: bool
 
 
-class DeviceBlockOpened(Message, frozen=True, tag=61):
+class DeviceBlockOpened(Message, frozen=True, tag=81):
     """I opened a block of your device memory, or cannot, and why."""
 
     number: int
     refusal: str
 
 
-class ReleaseDeviceBlocks(Message, frozen=True, tag=62):
+class ReleaseDeviceBlocks(Message, frozen=True, tag=82):
     """I have copied these blocks of your device memory, or closed them if you had retired them."""
 
     blocks: tuple[int, ...]
 
 
-class RetireDeviceBlocks(Message, frozen=True, tag=63):
+class RetireDeviceBlocks(Message, frozen=True, tag=83):
     """I will not use these blocks of my device memory again; close them and tell me."""
 
     blocks: tuple[int, ...]
@@ -393,4 +393,8 @@ AnyMessage = (
     | WaitsReply
     | Observe
     | Observed
+    | AnnounceDeviceBlock
+    | DeviceBlockOpened
+    | ReleaseDeviceBlocks
+    | RetireDeviceBlocks
 )

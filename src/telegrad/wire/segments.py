@@ -33,8 +33,8 @@ HOST = -1
 class Segment(msgspec.Struct, frozen=True, gc=False):
     """Memory to be sent: `nbytes` at `address`, valid as long as `owner` is alive.
 
-    `spare` says that nobody here looks at it any more: if it came from where it goes, it need not be copied. `device` is
-    the number of the GPU whose memory it is, or HOST.
+    `spare` says that nobody here looks at it any more: if it came from where it goes, it need not be copied. `device`
+    is the number of the GPU whose memory it is, or HOST.
     """
 
     address: int

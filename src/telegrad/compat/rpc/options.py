@@ -7,3 +7,5 @@ __all__ = ["TensorPipeRpcBackendOptions"]
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """Telegrad's options under torch's name; `_transports` and `_channels` name parts of TensorPipe and are ignored."""
+
+    same_gpu_without_map = False

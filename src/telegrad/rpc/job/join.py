@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 
+from telegrad.cuda.gpus import visible_gpus
 from telegrad.errors import RendezvousError, TelegradError
 from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation, generation_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import set_current_agent
-from telegrad.rpc.devices import as_published
+from telegrad.rpc.devices import as_published, check_maps
 from telegrad.rpc.job import store as store_host
 from telegrad.rpc.job.barrier import Barriers
 from telegrad.rpc.job.debug_waits import Waits
@@ -95,6 +96,8 @@ def _start_at(place: MemberLog, name: str, rank: int, world_size: int | None, op
         tuple(listeners.addresses),
         os.getpid(),
         device_maps=as_published(options),
+        gpus=visible_gpus(),
+        devices=tuple([str(device) for device in options.devices]),
         host=host_identity(),
         secret=own_secret,
     )
@@ -109,6 +112,7 @@ def _start_at(place: MemberLog, name: str, rank: int, world_size: int | None, op
             importlib.import_module(layer).install(agent)
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
+        check_maps(agent.directory.members(), is_static=world_size is not None)
         agent.liveness.start()
     except BaseException as error:
         set_current_agent(None)

@@ -21,6 +21,7 @@ from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import host_identity
 from telegrad.transport.connection import heap
+from telegrad.transport.device_blocks import collect
 from telegrad.transport.handshake import Refused
 from telegrad.wire.messages import Ack, Exhausted, Ping
 
@@ -105,6 +106,7 @@ class Liveness(Layer):
     def tidy(self, before: float) -> None:
         """Return the memory of blocks that have been idle since `before` on the monotonic clock."""
         heap.trim(before)
+        collect()
         for link in self._agent.peers.links():
             link.tidy(before)
         for session in self._agent.peers.sessions():

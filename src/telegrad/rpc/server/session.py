@@ -15,6 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from telegrad import trace
+from telegrad.cuda import order
 from telegrad.errors import ProtocolError
 from telegrad.rpc.server.at_most_once import NEW, AtMostOnce, Reply
 from telegrad.rpc.server.request import Request
@@ -300,6 +301,8 @@ class Session:
         if connection is None:
             return
         if len(reply) > 1:
+            if order.active:
+                order.synchronize()  # this thread's streams are not those the result was made on
             self._send(reply)
             return
         try:
