@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from telegrad.autograd.functions import RecvNode, attach_recv
+from telegrad.autograd.functions import RecvNode, attach_recv, running_in
 from telegrad.engine.local_pass import LocalPass
 from telegrad.ids import MessageId, WorkerId
 
@@ -44,8 +44,8 @@ def small_pass(repeats: int = 5000) -> tuple[float, float]:
     one = torch.ones(())
 
     def ours() -> None:
-        pass_ = LocalPass({0: [root]}, {}, retain_graph=True, deliver=no_recv)
-        pass_.start()
+        pass_ = LocalHalf(retain_graph=True)
+        pass_.start({0: [root]}, ())
         pass_.hear(0, [one])
         pass_.run()
 
@@ -90,28 +90,30 @@ def chain(tensor: Tensor, leaves: Sequence[Tensor], length: int) -> Tensor:
 
 
 def in_torch(graph: Graph) -> None:
-    sent, recvs, _ = graph
-    for recv in recvs:
-        recv.deliver = no_gradient
-    torch.autograd.backward(sent, [torch.ones(8) for _ in sent])
+    sent, _, _ = graph
+    with running_in(no_gradient):
+        torch.autograd.backward(sent, [torch.ones(8) for _ in sent])
 
 
 def in_local_pass(graph: Graph) -> None:
     sent, recvs, _ = graph
     edges = {number: [get_gradient_edge(tensor)] for number, tensor in enumerate(sent)}
-    pass_ = LocalPass(edges, dict(enumerate(recvs)), retain_graph=False, deliver=no_recv)
-    pass_.start()
+    pass_ = LocalHalf(retain_graph=False)
+    pass_.start(edges, recvs)
     for number in edges:
         pass_.hear(number, [torch.ones(8)])
         pass_.run()
     assert pass_.done
 
 
-def no_recv(key: int, gradients: object) -> None:
-    """Where a gradient would leave."""
+class LocalHalf(LocalPass[int]):
+    """A pass whose Recvs tell nobody."""
+
+    def deliver(self, recv: RecvNode, gradients: object) -> None:
+        """Where a gradient would leave."""
 
 
-def no_gradient(gradients: object) -> None:
+def no_gradient(node: object, gradients: object) -> None:
     """Where a gradient would leave."""
 
 

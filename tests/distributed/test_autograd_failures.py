@@ -122,7 +122,7 @@ def held() -> dict[str, Any]:
     service: Service = require_agent().layer(Service)
     return {
         "running": [repr(p) for p in service.passes() if not p.finished],
-        "holding": [repr(p) for p in service.passes() if p.finished and p._local is not None],
+        "holding": [repr(p) for p in service.passes() if p.finished and p._graph is not None],
     }
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
+from telegrad.autograd.functions import RecvNode
 from telegrad.autograd.registry import within
 from telegrad.engine.passes import Pass
 from telegrad.rpc.current import require_agent
@@ -46,7 +47,7 @@ weight = torch.tensor([0.5, 2.0], requires_grad=True)  # w0, w1, w2: each worker
 Step = tuple[str, int, list[float] | None]  # "Recv", the worker it tells, the gradient or none
 _journey: list[Step] = []
 _runs: list[str] = []
-_deliver = Pass._deliver
+_deliver = Pass.deliver
 
 
 def encode(x: Tensor) -> Tensor:
@@ -69,15 +70,15 @@ def peek(x: Tensor) -> Tensor:
 def follow() -> None:
     """From now on note what the Recvs of this worker tell."""
 
-    def deliver(self: Pass, peer: Any, key: Any, gradients: Any) -> None:
-        _journey.append(("Recv", peer, None if gradients is None else gradients[0].tolist()))
-        _deliver(self, peer, key, gradients)
+    def deliver(self: Pass, recv: RecvNode, gradients: Any) -> None:
+        _journey.append(("Recv", recv.peer, None if gradients is None else gradients[0].tolist()))
+        _deliver(self, recv, gradients)
 
-    Pass._deliver = deliver  # type: ignore[method-assign]
+    Pass.deliver = deliver  # type: ignore[method-assign]
 
 
 def journey() -> list[Step]:
-    Pass._deliver = _deliver  # type: ignore[method-assign]
+    Pass.deliver = _deliver  # type: ignore[method-assign]
     noted = list(_journey)
     _journey.clear()
     return noted

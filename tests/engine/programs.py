@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.functions import Gradients, RecvNode, attach_recv, running_in, taker
-from telegrad.engine.local_pass import LocalPass
 from telegrad.ids import MessageId, WorkerId
+from tests.engine.alone import Alone
 
 
 class Swap(torch.autograd.Function):
@@ -207,15 +207,15 @@ def in_local_pass(program: Program, built: Built, retain_graph: bool = False) ->
         send: [get_gradient_edge(built.tensors[tensor]) for tensor in tensors]
         for send, tensors in enumerate(program.sends)
     }
-    pass_ = LocalPass(edges, dict(enumerate(built.recvs)), retain_graph=retain_graph, deliver=deliver)
-    pass_.start()
+    pass_ = Alone(edges, dict(enumerate(built.recvs)), retain_graph=retain_graph, deliver=deliver)
+    pass_.walk()
     for send, run in zip(program.order, program.run_after, strict=True):
         pass_.hear(send, gradients_for(program, built, send))
         if run:
             pass_.run()
     pass_.run()
     assert pass_.done
-    assert pass_.waiting_for == ()
+    assert pass_.unheard == ()
     assert all(leaf.grad is None for leaf in built.leaves)
     assert taker() is None
     grads = [values(pass_.gradients.get(leaf)) for leaf in built.leaves]

@@ -14,9 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from telegrad.autograd.functions import Gradients, RecvNode, attach_recv, taker
-from telegrad.engine.local_pass import LocalPass
 from telegrad.errors import AutogradError, GradientMismatch
 from telegrad.ids import MessageId, WorkerId
+from tests.engine.alone import Alone
 from tests.engine.programs import Forget
 
 SHORT = 5.0  # seconds that nothing here needs
@@ -44,16 +44,16 @@ def received(*values: float) -> tuple[Tensor, RecvNode]:
 
 def local_pass(
     sends: dict[str, Tensor], recvs: dict[str, RecvNode] | None = None, *, retain_graph: bool = False
-) -> tuple["LocalPass[str]", Told]:
+) -> tuple["Alone[str]", Told]:
     told = Told()
     edges = {key: [get_gradient_edge(tensor)] for key, tensor in sends.items()}
-    return LocalPass(edges, recvs or {}, retain_graph=retain_graph, deliver=told), told
+    return Alone(edges, recvs or {}, retain_graph=retain_graph, deliver=told), told
 
 
-def run_whole(sends: dict[str, Tensor], recvs: dict[str, RecvNode] | None = None, **options: bool) -> "LocalPass[str]":
+def run_whole(sends: dict[str, Tensor], recvs: dict[str, RecvNode] | None = None, **options: bool) -> "Alone[str]":
     """Hear ones for all sends, one after the other."""
     pass_, _ = local_pass(sends, recvs, **options)
-    pass_.start()
+    pass_.walk()
     for key, tensor in sends.items():
         pass_.hear(key, [torch.ones_like(tensor)])
         pass_.run()
@@ -68,7 +68,7 @@ def test_a_recv_that_nothing_reaches_is_told_at_the_start() -> None:
     x = leaf()
     _, unused = received()
     pass_, told = local_pass({"out": x * 2}, {"in": unused})
-    pass_.start()
+    pass_.walk()
     assert told.of == {"in": None}
 
 
@@ -76,7 +76,7 @@ def test_a_recv_whose_tensors_were_dropped_is_told_none() -> None:
     tensor, recv = received()
     del tensor
     pass_, told = local_pass({}, {"in": recv})
-    pass_.start()
+    pass_.walk()
     pass_.run()
     assert told.of == {"in": None}
     assert pass_.done
@@ -90,8 +90,8 @@ def test_gradients_leave_while_the_rest_still_runs() -> None:
     happened: list[str] = []
     older.register_hook(lambda _: happened.append("older node"))
     edges = {"out": [get_gradient_edge(out)]}
-    pass_ = LocalPass(edges, {"in": recv}, retain_graph=False, deliver=lambda *_: happened.append("delivered"))
-    pass_.start()
+    pass_ = Alone(edges, {"in": recv}, retain_graph=False, deliver=lambda *_: happened.append("delivered"))
+    pass_.walk()
     pass_.hear("out", [torch.ones(2)])
     pass_.run()
     assert happened == ["delivered", "older node"]
@@ -101,13 +101,12 @@ def test_a_recv_is_told_none_as_soon_as_all_that_reaches_it_is_dead() -> None:
     tensor, recv = received()
     x = leaf()
     pass_, told = local_pass({"a": tensor * x, "b": x * 3}, {"in": recv})
-    pass_.start()
+    pass_.walk()
     assert told.of == {}
     pass_.hear("a", None)
     pass_.run()
     assert told.of == {"in": None}
-    assert pass_.waiting_for == ("b",)
-    assert repr(pass_) == "<LocalPass idle, waiting for 'b'>"
+    assert pass_.unheard == ("b",)
 
 
 def test_a_recv_that_no_gradient_reaches_is_told_before_the_rest_runs() -> None:
@@ -117,8 +116,8 @@ def test_a_recv_that_no_gradient_reaches_is_told_before_the_rest_runs() -> None:
     happened: list[str] = []
     live.register_hook(lambda _: happened.append("live node"))
     edges = {"both": [get_gradient_edge(live), get_gradient_edge(tensor * 3)]}
-    pass_ = LocalPass(edges, {"in": recv}, retain_graph=False, deliver=lambda *told: happened.append(repr(told)))
-    pass_.start()
+    pass_ = Alone(edges, {"in": recv}, retain_graph=False, deliver=lambda *told: happened.append(repr(told)))
+    pass_.walk()
     pass_.hear("both", [torch.ones(2), None])
     pass_.run()
     assert happened == ["('in', None)", "live node"]
@@ -130,7 +129,7 @@ def test_a_shared_recv_leaves_before_the_rest_is_heard() -> None:
     shared = x.exp()
     tensor, recv = received()
     pass_, told = local_pass({"a": shared * tensor, "b": shared * 3}, {"in": recv})
-    pass_.start()
+    pass_.walk()
     pass_.hear("a", [torch.ones(2)])
     pass_.run()
     assert torch.equal(told.of["in"][0], shared)  # type: ignore[index]
@@ -145,8 +144,8 @@ def test_a_send_of_what_was_received_and_of_a_leaf() -> None:
     x = leaf()
     edges = {"both": [get_gradient_edge(x), get_gradient_edge(tensor), get_gradient_edge(x)]}
     told = Told()
-    pass_ = LocalPass(edges, {"in": recv}, retain_graph=False, deliver=told)
-    pass_.start()
+    pass_ = Alone(edges, {"in": recv}, retain_graph=False, deliver=told)
+    pass_.walk()
     pass_.hear("both", [torch.ones(2), torch.full((2,), 5.0), torch.ones(2)])
     pass_.run()
     assert torch.equal(pass_.gradients[x], torch.full((2,), 2.0))
@@ -158,14 +157,14 @@ def test_a_send_of_what_was_received_and_of_a_leaf() -> None:
 
 def test_hearing_what_was_not_sent_heard_twice_or_of_another_length_is_an_error() -> None:
     pass_, _ = local_pass({"out": leaf() * 2, "other": leaf() * 2})
-    pass_.start()
-    with pytest.raises(AutogradError, match="'lost' is not a send of this pass"):
+    pass_.walk()
+    with pytest.raises(AutogradError, match="'lost' is not a send of this pass, or was heard before"):
         pass_.hear("lost", None)
     with pytest.raises(GradientMismatch, match="'out' has 1 tensors, not 2"):
         pass_.hear("out", [None, None])
-    assert pass_.waiting_for == ("out", "other")
+    assert pass_.unheard == ("out", "other")
     pass_.hear("out", None)
-    with pytest.raises(AutogradError, match="'out' was heard twice"):
+    with pytest.raises(AutogradError, match="'out' is not a send of this pass, or was heard before"):
         pass_.hear("out", None)
 
 
@@ -175,7 +174,7 @@ def test_what_is_heard_before_the_start_counts() -> None:
     pass_.hear("out", [torch.ones(2)])
     pass_.run()
     assert not pass_.done
-    pass_.start()
+    pass_.walk()
     pass_.run()
     assert torch.equal(pass_.gradients[x], torch.full((2,), 2.0))
 
@@ -186,7 +185,7 @@ def test_a_region_without_gradients_does_not_run() -> None:
     ran: list[str] = []
     dead.register_hook(lambda _: ran.append("dead"))
     pass_, _ = local_pass({"dead": dead, "live": live})
-    pass_.start()
+    pass_.walk()
     pass_.hear("dead", None)
     pass_.run()
     pass_.hear("live", [torch.ones(2)])
@@ -199,7 +198,7 @@ def test_nothing_heard_leaves_no_gradients_and_fires_no_hooks() -> None:
     x = leaf()
     x.register_hook(lambda _: pytest.fail("no gradient came"))
     pass_, _ = local_pass({"out": x * 2})
-    pass_.start()
+    pass_.walk()
     pass_.hear("out", None)
     pass_.run()
     assert pass_.done
@@ -214,7 +213,7 @@ def test_a_node_that_gets_none_across_a_cut_is_visited_with_none() -> None:
     shared.grad_fn.register_hook(lambda _, gradients: arrived.append(gradients))  # type: ignore[union-attr]
     x.register_hook(arrived.append)
     pass_, told = local_pass({"a": Forget.apply(tensor, shared), "b": shared * 3}, {"in": recv})
-    pass_.start()
+    pass_.walk()
     pass_.hear("a", [torch.ones(2)])
     pass_.run()
     assert told.of["in"] is not None
@@ -436,7 +435,7 @@ def test_the_callers_grad_mode_does_not_matter(mode: Callable[[], Any]) -> None:
     shared = x.exp()
     pass_, _ = local_pass({"a": shared * tensor, "b": shared * 3, "c": x * 2}, {"in": recv})
     with mode():
-        pass_.start()
+        pass_.walk()
         for key in ("a", "c", "b"):
             pass_.hear(key, [torch.ones(2)])
             pass_.run()
@@ -457,7 +456,7 @@ def test_an_error_in_a_hook_is_raised_and_ends_the_pass() -> None:
 
     shared.register_hook(fail)
     pass_, told = local_pass({"a": shared * 3, "b": shared * tensor}, {"in": recv})
-    pass_.start()
+    pass_.walk()
     pass_.hear("a", [torch.ones(2)])
     pass_.hear("b", [torch.ones(2)])
     with pytest.raises(ArithmeticError, match="the hook's own"):
@@ -472,12 +471,12 @@ def test_an_error_in_a_hook_is_raised_and_ends_the_pass() -> None:
 
 def test_a_pass_that_is_over_takes_no_more_gradients() -> None:
     pass_, told = local_pass({"a": leaf() * 2, "b": leaf() * 2}, {"in": received()[1]})
-    pass_.start()
+    pass_.walk()
     pass_.abort()
     pass_.hear("a", [torch.ones(2)])
     pass_.run()
     assert not pass_.done
-    assert pass_.waiting_for == ("a", "b")
+    assert (pass_.unheard, pass_.gradients, pass_.size) == ((), {}, 0)
     pass_.abort()
     assert told.of == {"in": None}
 
@@ -486,9 +485,9 @@ def test_a_pass_given_up_late_does_not_disturb_the_next_one() -> None:
     tensor, recv = received()
     out = tensor * 2
     first, _ = local_pass({"out": out}, {"in": recv})
-    first.start()
+    first.walk()
     second, told = local_pass({"out": out}, {"in": recv})
-    second.start()
+    second.walk()
     first.abort()
     second.hear("out", [torch.ones(2)])
     second.run()
@@ -509,14 +508,14 @@ def test_a_pass_given_up_inside_the_engine_delivers_nothing_into_the_next(begins
             entered.append(None)
             first.abort()
             if begins == "after":
-                second.start()
+                second.walk()
             second.hear("out", [torch.full((2,), 10.0)])
             in_thread(second.run)
 
     out.register_hook(succeed)
-    first.start()
+    first.walk()
     if begins == "before":
-        second.start()
+        second.walk()
     first.hear("out", [torch.ones(2)])
     first.run()
     assert told_first.of == {}
@@ -530,7 +529,7 @@ def test_a_backward_of_a_hook_through_what_came_later_is_refused_by_its_name() -
     total = later.sum()
     out.register_hook(lambda _: total.backward())
     pass_, _ = local_pass({"out": out}, {"in": recv})
-    pass_.start()
+    pass_.walk()
     pass_.hear("out", [torch.ones(2)])
     with pytest.raises(AutogradError, match="after the backward pass that is running had begun, or in another context"):
         pass_.run()
@@ -538,8 +537,8 @@ def test_a_backward_of_a_hook_through_what_came_later_is_refused_by_its_name() -
 
 def test_a_pass_given_up_while_it_starts_holds_nothing() -> None:
     _, recv = received()
-    pass_ = LocalPass[str]({}, {"in": recv}, retain_graph=False, deliver=lambda *_: pass_.abort())
-    pass_.start()
+    pass_ = Alone[str]({}, {"in": recv}, retain_graph=False, deliver=lambda *_: pass_.abort())
+    pass_.walk()
     assert pass_.size == 0
     pass_.run()
     assert not pass_.done
@@ -550,7 +549,7 @@ def test_nothing_is_delivered_after_an_abort_from_another_thread() -> None:
     out = tensor * 2
     pass_, told = local_pass({"out": out}, {"in": recv})
     out.register_hook(lambda _: in_thread(pass_.abort))
-    pass_.start()
+    pass_.walk()
     pass_.hear("out", [torch.ones(2)])
     pass_.run()
     assert told.of == {}
@@ -585,7 +584,7 @@ def test_the_graph_is_released(end: str) -> None:
         alive = weakref.ref(mark)
         pass_, _ = local_pass(sends, {"in": recv})
         del shared, sends, tensor, recv, mark
-        pass_.start()
+        pass_.walk()
         pass_.hear("a", [torch.ones(2)])
         pass_.run()
         if end == "aborted":
@@ -634,7 +633,7 @@ def test_the_running_thread_picks_up_what_another_hears() -> None:
         assert not pass_.done
 
     first.register_hook(lambda _: in_thread(hear_second))
-    pass_.start()
+    pass_.walk()
     pass_.hear("first", [torch.ones(2)])
     pass_.run()
     assert pass_.done
@@ -647,7 +646,7 @@ def test_many_threads_hear_and_none_is_lost() -> None:
     tensors, recvs = zip(*(received() for _ in range(16)), strict=True)
     sends = {str(number): shared * tensor for number, tensor in enumerate(tensors)}
     pass_, told = local_pass(sends, {str(number): recv for number, recv in enumerate(recvs)})
-    pass_.start()
+    pass_.walk()
     together = threading.Barrier(len(sends))
 
     def hear(key: str) -> None:
@@ -673,9 +672,9 @@ def test_two_passes_over_the_same_leaf_do_not_mix() -> None:
     x.grad = before = torch.zeros(2)
     ran = threading.Event()
     inner_pass, _ = local_pass({"inner": x * 3})
-    inner_pass.start()
     inner_pass.hear("inner", [torch.ones(2)])
-    inner_node = inner_pass._sends["inner"][0].node
+    inner_node = inner_pass.sends["inner"][0].node
+    inner_pass.walk()
     inner_node.register_hook(lambda *_: ran.set())
     thread = threading.Thread(target=inner_pass.run)
     outer = x * 2

@@ -1,6 +1,6 @@
 """A backward pass over two and three workers through every order of its messages, with a death at every moment.
 
-Passes, rolls, services and contexts are real; the agents under them only queue what is to be sent, and the test moves
+Passes, services and contexts are real; the agents under them only queue what is to be sent, and the test moves
 it on, one message at a time. Requests to a worker arrive in their order, and so do its replies; all else is free: two
 workers, the deaths and who hears of them when. The root waits as it always does, and the world goes on inside its wait.
 
@@ -24,7 +24,7 @@ from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry
 from telegrad.engine import EngineLayer
 from telegrad.engine.cleanup import end_context
-from telegrad.engine.roll import Roll
+from telegrad.engine.root_pass import RootPass
 from telegrad.engine.service import Service
 from telegrad.errors import WorkerDied
 from telegrad.ids import ContextId, WorkerId, draw_incarnation
@@ -161,7 +161,7 @@ class World:
         self.late_calls: deque[Callable[[], None]] = deque()  # messages of calls that have yet to arrive
         self.position = ""  # where the root waits
         self.over: BaseException | None = None  # why the test does not follow this world any further
-        self.roll: Roll | None = None
+        self.pass_: RootPass | None = None
         for worker in self.workers:
             assert worker.context.context_id == self.context_id
 
@@ -260,13 +260,13 @@ class World:
 
     def backward(self, root: Tensor) -> BaseException | None:
         """The pass, from the worker that starts it; the error it ends with."""
-        self.roll = Roll(self.root.service, 600.0)
-        # Whoever waits for a wake-up lets the world take one step, and looks again.
-        self.roll._news = SimpleNamespace(set=lambda: None, wait=lambda _: self.step())  # type: ignore[assignment]
         self.position = "the pass"
         try:
-            entries: list[Any] = [(get_gradient_edge(root), torch.ones_like(root))]
-            self.roll.wait(self.root.service.begin(self.root.context, False, entries, self.roll))
+            self.pass_ = pass_ = self.root.service.open(self.root.context, False, 600.0)
+            # Whoever waits for a wake-up lets the world take one step, and looks again.
+            pass_._news = SimpleNamespace(set=lambda: None, wait=lambda _: self.step())  # type: ignore[assignment]
+            pass_.begin([(get_gradient_edge(root), torch.ones_like(root))])
+            pass_.wait()
             return None
         except BaseException as error:
             if self.over is not None:
@@ -277,14 +277,14 @@ class World:
 
     def state(self) -> Hashable:
         """All that decides what can happen from here on."""
-        roll = self.roll
+        root = self.pass_
         return (
             self.position,
             frozenset((key, tuple(map(_show, stream))) for key, stream in self.streams.items() if stream),
             tuple(self._state_of(worker) for worker in self.workers),
             len(self.late_calls),
-            roll and (tuple(sorted(roll._open)), frozenset(roll._named), _kind(roll.error), roll._ended),
-            roll and tuple((slot.done, slot.complete is None) for slot in roll._asked),
+            root and (root._open, frozenset(root._named), root._ended, root.complete, root._told_of_error),
+            root and tuple((slot.done, slot.complete is None, slot.link.member.name) for slot in root._asked),
         )
 
     def _state_of(self, worker: Worker) -> Hashable:
@@ -294,7 +294,7 @@ class World:
                 p.pass_id,
                 p.finished,
                 _kind(p.error),
-                tuple(p.unheard()),
+                tuple(p.waits()),
                 tuple(key for key, _ in p._early),
                 frozenset(p.known),
                 frozenset(p.to_invite),

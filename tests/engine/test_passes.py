@@ -61,7 +61,7 @@ class Part:
         self.ended: list[Pass] = []
 
     def enter(self, number: int = 0, root: WorkerId = ROOT) -> Pass:
-        entered, is_new = self.service._enter(self.context, PassId(make_id(root, number)), root, False, (), None)
+        entered, is_new = self.service.join(self.context, PassId(make_id(root, number)), root, False, ())
         assert is_new
         entered.when_ended(self.ended.append)
         return entered
@@ -77,7 +77,7 @@ def test_a_pass_is_over_when_all_is_heard_and_told() -> None:
     pass_.begin()
     assert part.ended == []
     assert pass_.waiting_for() == [f"worker '{PEER}' (message {SENT})"]
-    pass_.hear(SENT, gradient())
+    pass_.hear_and_run(SENT, gradient())
     assert part.ended == [pass_]
     assert part.service.said[-1] == ("tell", PEER, RECEIVED, [[2.0, 30.0]])
     assert part.context.gradients[part.weight].tolist() == [1.0, 10.0]
@@ -87,7 +87,7 @@ def test_a_pass_is_over_when_all_is_heard_and_told() -> None:
 def test_what_is_heard_before_the_start_counts() -> None:
     part = Part()
     pass_ = part.enter()
-    pass_.hear(SENT, gradient())
+    pass_.hear_and_run(SENT, gradient())
     assert part.service.said == []
     pass_.begin()
     assert part.ended == [pass_]
@@ -97,7 +97,7 @@ def test_nothing_leads_to_nothing() -> None:
     part = Part()
     pass_ = part.enter()
     pass_.begin()
-    pass_.hear(SENT, None)
+    pass_.hear_and_run(SENT, None)
     assert part.service.said[-1] == ("tell", PEER, RECEIVED, None)
     assert part.context.gradients == {}
 
@@ -119,7 +119,7 @@ def test_a_worker_that_a_waiting_recv_would_tell_is_invited() -> None:
 def test_a_worker_that_has_been_told_is_not_invited() -> None:
     part = Part()
     pass_ = part.enter()
-    pass_.hear(SENT, gradient())
+    pass_.hear_and_run(SENT, gradient())
     pass_.begin()
     assert [what for what, *_ in part.service.said] == ["tell"]
 
@@ -136,7 +136,7 @@ def test_gradients_must_fit() -> None:
     with pytest.raises(GradientMismatch):
         check(part.context, SENT, PEER, [torch.ones(3)])
     check(part.context, SENT, PEER, gradient())
-    pass_.hear(SENT, gradient())
+    pass_.hear_and_run(SENT, gradient())
     assert part.ended == [pass_]
 
 
@@ -145,12 +145,12 @@ def test_what_is_sent_later_is_no_part_of_the_pass() -> None:
     pass_ = part.enter()
     pass_.begin()
     part.context.add_send(SendNode(LATER, PEER, [part.product]))
-    pass_.hear(LATER, None)
+    pass_.hear_and_run(LATER, None)
     with pytest.raises(AutogradError, match="was sent after the pass had begun"):
-        pass_.hear(LATER, gradient())
+        pass_.hear_and_run(LATER, gradient())
     part.context.arrived(MessageId(9), PEER)
     assert part.service.said[-1] == ("too late", PEER, MessageId(9))
-    pass_.hear(SENT, gradient())
+    pass_.hear_and_run(SENT, gradient())
     assert part.ended == [pass_]
 
 
@@ -158,7 +158,7 @@ def test_late_messages_are_answered_even_when_the_part_is_over() -> None:
     part = Part()
     pass_ = part.enter()
     pass_.begin()
-    pass_.hear(SENT, gradient())
+    pass_.hear_and_run(SENT, gradient())
     part.context.arrived(MessageId(9), PEER)
     assert part.service.said[-1] == ("too late", PEER, MessageId(9))
 
@@ -180,9 +180,9 @@ def test_the_first_error_counts_and_everything_is_released() -> None:
     pass_.fail(ValueError("second"))
     assert pass_.error is first
     assert part.ended == [pass_]
-    pass_.hear(SENT, gradient())
+    pass_.hear_and_run(SENT, gradient())
     assert part.context.gradients == {}
-    assert (pass_._early, pass_._sends, pass_._local) == ([], {}, None)
+    assert (pass_._early, pass_._sends, pass_._graph) == ([], {}, None)
     assert "failed" in repr(pass_)
 
 
@@ -195,7 +195,7 @@ def test_an_error_of_a_backward_ends_the_pass() -> None:
     part.product.register_hook(refuse)
     pass_ = part.enter()
     pass_.begin()
-    pass_.hear(SENT, gradient())
+    pass_.hear_and_run(SENT, gradient())
     assert isinstance(pass_.error, ValueError)
     assert part.ended == [pass_]
 
@@ -243,7 +243,7 @@ def test_passes_of_two_roots_do_not_overlap() -> None:
     first.begin()
     with pytest.raises(AutogradError, match="passes over one context run one after the other"):
         part.enter(root=PEER)
-    first.hear(SENT, gradient())
+    first.hear_and_run(SENT, gradient())
     part.enter(root=PEER)
 
 

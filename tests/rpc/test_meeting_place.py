@@ -10,6 +10,7 @@ from telegrad.ids import Incarnation, WorkerId, draw_incarnation, generation_of
 from telegrad.rpc.job import store as store_host
 from telegrad.rpc.job.member_log import MemberLog, open_store
 from telegrad.rpc.job.member_log import _encode as encode_member
+from telegrad.rpc.trust.seal import UNSEALED
 from telegrad.rpc.workers import Member
 
 
@@ -40,7 +41,7 @@ def test_one_who_died_while_writing_hides_nobody() -> None:
     place.publish(record(1, 1024))
     assert read(place) == [1]
     assert read(place) == []
-    slow._open_log().set(f"record/{index}", encode_member(record(0, 1024)))  # it was slow, not dead
+    slow._open_log().set(f"record/{index}", UNSEALED.seal(encode_member(record(0, 1024))))  # it was slow, not dead
     assert read(place) == [0]
     assert read(place) == []
 

@@ -207,6 +207,9 @@ def test_a_message_over_the_limit_fails_its_call(tmp_path: object) -> None:
 
 def test_without_a_secret_only_loopback_is_listened_on(tmp_path: object) -> None:
     options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meeting", host="0.0.0.0")
+    with pytest.raises(AuthenticationError, match=r"no secret.*TELEGRAD_SECRET.*insecure=True"):
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meeting")
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     try:
         hosts = [a.host for a in require_agent().member.addresses if isinstance(a, Address) and a.kind == "tcp"]

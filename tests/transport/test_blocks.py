@@ -1,6 +1,7 @@
 """Blocks of memory: lent, released, used again, retired; and given out again when nothing aliases them."""
 
 import ctypes
+import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -64,8 +65,9 @@ def test_blocks_beyond_the_limit_are_retired_once() -> None:
 
 
 def _map(borrower: Borrower, number: int, size: int = MIN_BLOCK) -> None:
-    fd = os.memfd_create("test")
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     borrower.map(number, fd, size)
 
 

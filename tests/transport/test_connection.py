@@ -1,6 +1,7 @@
 """Connections over pairs of sockets: messages both ways, shared blocks, and peers that send nonsense."""
 
 import array
+import fcntl
 import os
 import random
 import socket
@@ -400,9 +401,10 @@ def test_blocks_where_none_can_be() -> None:
 
 
 def _announce(lane: socket.socket, number: int, size: int, real: int) -> None:
-    fd = os.memfd_create("test")
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, real)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
         lane.sendmsg([number.to_bytes(8, "little") + size.to_bytes(8, "little")], [rights])
     finally:

@@ -1,10 +1,13 @@
 """The handshake without a socket: who proves what, and what each wrong byte leads to."""
 
+import hashlib
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
+from telegrad.transport import handshake
 from telegrad.transport.handshake import (
     MAGIC,
     MAX_HELLO,
@@ -12,6 +15,7 @@ from telegrad.transport.handshake import (
     DiallerHandshake,
     Hello,
     ListenerHandshake,
+    Refused,
     Welcome,
 )
 
@@ -24,10 +28,10 @@ def test_both_prove_themselves() -> None:
     dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
     _feed_in_steps(listener, dialler.answer(listener.feed(dialler.opening), HELLO))
     assert listener.hello == HELLO
-    raw = ListenerHandshake.welcome(WELCOME)
-    code, length = DiallerHandshake.verdict_length(raw[: DiallerHandshake.verdict_header_bytes])
-    assert DiallerHandshake.verdict(code, raw[DiallerHandshake.verdict_header_bytes :]) == WELCOME
-    assert length == len(raw) - DiallerHandshake.verdict_header_bytes
+    raw = listener.welcome(WELCOME)
+    code, length = dialler.verdict_length(raw[: dialler.verdict_header_bytes])
+    assert dialler.verdict(code, raw[dialler.verdict_header_bytes :]) == WELCOME
+    assert length == len(raw) - dialler.verdict_header_bytes
 
 
 def _feed_in_steps(listener: ListenerHandshake, raw: bytes, piece: int = 10_000) -> None:
@@ -90,24 +94,59 @@ def test_another_version() -> None:
         ListenerHandshake(SECRET).feed(bytes(opening))
 
 
+class _Verbose(DiallerHandshake):
+    """Knows the secret and says any hello."""
+
+    def answer_with(self, raw: bytes, body: bytes, length: int | None = None) -> bytes:
+        self._transcript.say(handshake._check_opening(raw[: handshake._OPENING.size]))
+        digest, length = hashlib.sha256(body).digest(), len(body) if length is None else length
+        self._transcript.say(digest + length.to_bytes(4, "little"))
+        return handshake._ANSWER.pack(self._transcript.proof(b"dialler"), digest, length) + body
+
+
 def test_a_hello_that_is_too_long_or_none() -> None:
     for length in (0, MAX_HELLO + 1, 2**32 - 1):
-        dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
-        answer = dialler.answer(listener.feed(dialler.opening), HELLO)
-        forged = answer[: listener.needs - 4] + length.to_bytes(4, "little")
+        dialler, listener = _Verbose(SECRET), ListenerHandshake(SECRET)
+        answer = dialler.answer_with(listener.feed(dialler.opening), b"", length)
         with pytest.raises(ProtocolError, match="hello"):
-            listener.feed(forged)
+            listener.feed(answer[: listener.needs])
+
+
+@pytest.mark.parametrize("where", range(0, 120, 7))
+def test_a_hello_that_was_changed_on_its_way(where: int) -> None:
+    """Whoever passes the bytes on cannot claim another name, nor want another incarnation."""
+    dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
+    answer = bytearray(dialler.answer(listener.feed(dialler.opening), HELLO))
+    answer[where % len(answer)] ^= 1
+    with pytest.raises(AuthenticationError):
+        _feed_in_steps(listener, bytes(answer))
+    assert listener.hello is None
+
+
+def test_a_verdict_that_was_changed_on_its_way() -> None:
+    for where in (0, 32, 40, 50):
+        dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
+        _feed_in_steps(listener, dialler.answer(listener.feed(dialler.opening), HELLO))
+        raw = bytearray(listener.welcome(WELCOME))
+        raw[where] ^= 1
+        code, _ = dialler.verdict_length(bytes(raw[: dialler.verdict_header_bytes]))
+        with pytest.raises(AuthenticationError, match="changed"):
+            dialler.verdict(code, bytes(raw[dialler.verdict_header_bytes :]))
+
+
+def test_another_certificate_in_between() -> None:
+    """Both ends must have seen the same certificate, or somebody decrypts in the middle."""
+    dialler, listener = DiallerHandshake(SECRET, b"of the relay"), ListenerHandshake(SECRET, b"of the listener")
+    with pytest.raises(AuthenticationError, match="between"):
+        dialler.answer(listener.feed(dialler.opening), HELLO)
 
 
 @given(st.binary(min_size=1, max_size=100))
 @example(b"\x97\x01\xa2\xff\xfe\x01\x01\x01\xc3\xa1a")  # a name that is not UTF-8
 def test_any_hello_is_taken_or_refused(body: bytes) -> None:
-    dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
-    answer = dialler.answer(listener.feed(dialler.opening), HELLO)
-    head = answer[: listener.needs - 4] + len(body).to_bytes(4, "little")
-    listener.feed(head)
+    dialler, listener = _Verbose(SECRET), ListenerHandshake(SECRET)
     try:
-        listener.feed(body)
+        _feed_in_steps(listener, dialler.answer_with(listener.feed(dialler.opening), body))
     except ProtocolError:
         assert listener.hello is None
     else:
@@ -125,11 +164,11 @@ def test_any_opening_is_taken_or_refused(raw: bytes) -> None:
 
 
 def test_refusals_are_said_in_words() -> None:
-    raw = ListenerHandshake.refusal(AuthenticationError("because"))
-    code, _ = DiallerHandshake.verdict_length(raw[: DiallerHandshake.verdict_header_bytes])
-    with pytest.raises(AuthenticationError, match="because"):
-        DiallerHandshake.verdict(code, raw[DiallerHandshake.verdict_header_bytes :])
-    with pytest.raises(ProtocolError, match="malformed"):
-        DiallerHandshake.verdict(0, b"\xc1")
+    dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
+    _feed_in_steps(listener, dialler.answer(listener.feed(dialler.opening), HELLO))
+    raw = listener.refusal(AuthenticationError("because"))
+    code, _ = dialler.verdict_length(raw[: dialler.verdict_header_bytes])
+    with pytest.raises(Refused, match="because"):
+        dialler.verdict(code, raw[dialler.verdict_header_bytes :])
     with pytest.raises(ProtocolError, match="limit"):
-        DiallerHandshake.verdict_length(b"\0\xff\xff\xff\xff")
+        dialler.verdict_length(bytes(32) + b"\0\xff\xff\xff\xff")

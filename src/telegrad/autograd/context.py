@@ -5,7 +5,7 @@ context reaches has one under the same id; the worker that opened it tells them 
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -119,7 +119,7 @@ class Context:
 
     # --- what passes leave ---
 
-    def accumulate(self, gradients: dict[Tensor, Tensor]) -> None:
+    def accumulate(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Add the leaf gradients of a finished pass."""
         with self._lock:
             for leaf, gradient in gradients.items():

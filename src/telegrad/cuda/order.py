@@ -15,6 +15,7 @@ share a process share its streams. `_lock` guards the lists; the streams of one 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -196,6 +197,20 @@ def hand_over(tensors: Iterable[Tensor | None], lane: Lane) -> None:
             stream.wait_stream(current)
         for part in _with_memory(tensor):
             part.record_stream(stream)
+
+
+@contextlib.contextmanager
+def back_on_lane(tensors: Iterable[Tensor | None]) -> Iterator[None]:
+    """Within code of torch's engine, which runs nodes on streams of their own: on the lane of this thread again.
+
+    `tensors` were made on the streams left."""
+    lane = _local.lane
+    if lane is None:
+        yield
+        return
+    hand_over(tensors, lane)
+    with on(lane):
+        yield
 
 
 def join() -> None:

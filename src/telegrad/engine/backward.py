@@ -15,8 +15,6 @@ from torch.autograd.graph import get_gradient_edge
 from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import registry, within
-from telegrad.cuda import order
-from telegrad.engine.roll import Roll
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError
 from telegrad.rpc.current import require_agent
@@ -51,12 +49,9 @@ def backward(
     tensors = _fetch_roots(context, roots)
     entries = _entries(tensors, grad_tensors)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
-    service = agent.layer(Service)
-    roll = Roll(service, seconds)
-    pass_ = service.begin(context, retain_graph, entries, roll)
-    roll.wait(pass_)
-    if order.active:
-        order.join()  # what follows in this thread finds the gradients
+    pass_ = agent.layer(Service).open(context, retain_graph, seconds)
+    pass_.begin(entries)
+    pass_.wait()
     if since and trace.recorder is not None:
         trace.recorder.span("backward", "backward", since, context=context_id)
 

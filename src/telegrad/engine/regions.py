@@ -53,13 +53,10 @@ class Batch(Generic[N]):
 
     __slots__ = ("nodes", "recvs", "way")
 
-    def __init__(self, way: Way, regions: Iterable[Region[N]] = ()) -> None:
+    def __init__(self, way: Way, nodes: Sequence[N], recvs: Sequence[N]) -> None:
         self.way = way
-        self.nodes: list[N] = []
-        self.recvs: list[N] = []
-        for region in regions:
-            self.nodes += region.nodes
-            self.recvs += region.recvs
+        self.nodes = nodes
+        self.recvs = recvs
 
     def __repr__(self) -> str:
         return f"<Batch {self.way.name}: {len(self.nodes)} nodes, {len(self.recvs)} recvs>"
@@ -89,6 +86,33 @@ def mark(graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]]) -> dict[N, i
     return masks
 
 
+class Apart(Generic[N]):
+    """The plan of the usual case: no two Sends reach the same node, leaves aside. What is heard may run, alone."""
+
+    __slots__ = ("_heard", "_parts", "_recvs")
+
+    def __init__(self, parts: Sequence[Sequence[N]], recvs: Iterable[N]) -> None:
+        """`parts` are the nodes that each Send reaches."""
+        self._parts = parts
+        self._recvs = recvs
+        self._heard: list[int] = []
+
+    def heard(self, bit: int) -> None:
+        """The Send of this bit has its gradients, or will have none."""
+        self._heard.append(bit)
+
+    def take(self) -> Batch[N] | None:
+        """What may run before all has been heard."""
+        if not self._heard:
+            return None
+        nodes = [node for bit in self._heard for node in self._parts[bit]]
+        self._heard.clear()
+        if not nodes:
+            return None
+        inside = set(nodes)
+        return Batch(Way.CLOSED, nodes, [node for node in self._recvs if node in inside])
+
+
 class Plan(Generic[N]):
     """Which regions may run, as the Sends are heard: `heard` takes an event, `take` returns the next batch."""
 
@@ -99,8 +123,7 @@ class Plan(Generic[N]):
         self._regions: dict[int, Region[N]] = {}
         self._of_bit: list[list[Region[N]]] = [[] for _ in roots]
         self._ready: list[Region[N]] = []  # ready, not run; few, for what is ready and waits is the exception
-        # One Send: its batch is the last one, and there is nothing to divide.
-        if len(roots) > 1 and not self._set_apart(graph, roots, recvs):
+        if len(roots) > 1:  # one Send: its batch is the last one, and there is nothing to divide
             self._divide(graph, mark(graph, roots), recvs)
 
     def heard(self, bit: int) -> None:
@@ -117,14 +140,14 @@ class Plan(Generic[N]):
             if self._ended:
                 return None
             self._ended = True
-            return Batch(Way.LAST)
+            return Batch(Way.LAST, (), ())
         way, chosen = self._choose() if self._ready else (Way.CUT, [])
         if not chosen:
             return None
         for region in chosen:
             region.ran = True
         self._ready = [region for region in self._ready if not region.ran]
-        return Batch(way, chosen)
+        return Batch(way, [n for r in chosen for n in r.nodes], [n for r in chosen for n in r.recvs])
 
     def _choose(self) -> tuple[Way, list[Region[N]]]:
         """What runs now: first what leads nowhere else, then what leads to a Recv that is ready, cut off from the rest.
@@ -168,30 +191,6 @@ class Plan(Generic[N]):
                     seen.add(mask)
                     group.append(other)
         return group, closed
-
-    def _set_apart(self, graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]], recvs: Iterable[N]) -> bool:
-        """The usual case, in one walk: no two Sends reach the same node, so that each has a region. False if not."""
-        found: dict[N, Region[N]] = {}
-        for bit, entries in enumerate(roots):
-            region: Region[N] = Region(1 << bit)
-            pending = [node for node in entries if graph[node]]
-            while pending:
-                node = pending.pop()
-                if node not in found:
-                    found[node] = region
-                    region.nodes.append(node)
-                    pending += [child for child, _ in graph[node] if child is not None and graph[child]]
-                elif found[node] is not region:
-                    self._regions.clear()
-                    return False
-            if region.nodes:
-                self._regions[region.mask] = region
-        for mask, region in self._regions.items():
-            self._of_bit[mask.bit_length() - 1].append(region)
-        for node in recvs:
-            if node in found:
-                found[node].recvs.append(node)
-        return True
 
     def _divide(self, graph: Mapping[N, Edges[N]], masks: Mapping[N, int], recvs: Iterable[N]) -> None:
         """Group the nodes by mask, and note which groups lead to which."""

@@ -13,17 +13,17 @@ import logging
 import threading
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
 from telegrad.cuda import order
+from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
 from telegrad.engine.passes import Pass
+from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
 from telegrad.rpc.agent import Agent
@@ -46,9 +46,6 @@ from telegrad.wire.messages import (
     PropagateGradientsReply,
     TooLateForPass,
 )
-
-if TYPE_CHECKING:
-    from telegrad.engine.roll import Roll
 
 log = logging.getLogger("telegrad.engine")
 
@@ -74,46 +71,49 @@ class Service(Layer):
 
     # --- passes ---
 
-    def begin(
-        self, context: Context, retain_graph: bool, roots: list[tuple[GradientEdge, Tensor]], roll: "Roll"
-    ) -> Pass:
+    def open(self, context: Context, retain_graph: bool, timeout: float) -> RootPass:
         """A new pass whose root is here."""
-        pass_, _ = self._enter(context, PassId(next(self._pass_ids)), self.here, retain_graph, (), roll)
-        pass_.begin(roots)
+        pass_ = (RootPassOnLane if order.active else RootPass)(
+            self, context, PassId(next(self._pass_ids)), retain_graph, timeout
+        )
+        self._enter(context, pass_)
         return pass_
 
-    def _enter(
-        self,
-        context: Context,
-        pass_id: PassId,
-        root: WorkerId,
-        retain_graph: bool,
-        known: Iterable[WorkerId],
-        roll: "Roll | None",
+    def join(
+        self, context: Context, pass_id: PassId, root: WorkerId, retain_graph: bool, known: Iterable[WorkerId]
     ) -> tuple[Pass, bool]:
         """The pass of that id, and whether this is the first word of it here."""
+        latest = self._passes.get(context.context_id)
+        if latest is not None and latest.pass_id == pass_id:
+            return latest, False
+        pass_ = (PassOnLane if order.active else Pass)(self, context, pass_id, root, retain_graph, known)
+        entered = self._enter(context, pass_)
+        return entered, entered is pass_
+
+    def _enter(self, context: Context, pass_: Pass) -> Pass:
+        """Make `pass_` the latest of its context, unless another thread was first with it."""
+        pass_id, root = pass_.pass_id, pass_.root
         with self._lock:
             latest = self._passes.get(context.context_id)
             if latest is not None and latest.pass_id == pass_id:
-                return latest, False
-            newest = context.newest_pass.get(root)
-            if newest is not None and pass_id < newest:
+                return latest
+            if pass_id < context.newest_pass.get(root, pass_id):
                 raise AutogradError(
                     f"backward pass {pass_id} of context {context.context_id} is over: a later one began"
                 )
-            superseded = latest is not None and latest.root == root and roll is None
+            superseded = latest is not None and latest.root == root and root != self.here
             if latest is not None and not latest.finished and not superseded:
                 raise AutogradError(
                     f"worker {self.agent.info.name!r} is still in another backward pass of context "
                     f"{context.context_id} ({latest}); passes over one context run one after the other"
                 )
             context.check_usable()
-            entered = self._passes[context.context_id] = Pass(self, context, pass_id, root, retain_graph, known, roll)
+            self._passes[context.context_id] = pass_
             context.newest_pass[root] = pass_id
-        if latest is not None:  # its root has given it up, or it would not have begun another
+        if latest is not None and not latest.finished:  # its root has given it up, or it would not have begun another
             latest.fail(AutogradError(f"backward pass {latest.pass_id} was given up by its root, which began another"))
-        context.waiting_for = entered.waiting_for
-        return entered, True
+        context.waiting_for = pass_.waiting_for
+        return pass_
 
     def passes(self) -> list[Pass]:
         """The latest pass of each context."""
@@ -125,7 +125,7 @@ class Service(Layer):
         waits = []
         for pass_ in self.passes():
             what = f"backward of context {pass_.context.context_id}, begun by {self.name_of(pass_.root)}"
-            for message_id, peer in pass_.unheard():
+            for message_id, peer in pass_.waits():
                 waits.append((f"{what}, waits for {self.name_of(peer)} (message {message_id})", int(peer)))
         return waits
 
@@ -137,19 +137,6 @@ class Service(Layer):
             pass_.fail(AutogradError(f"context {context_id} ended while a backward pass over it was running"))
 
     # --- telling others ---
-
-    def spread(self, pass_: Pass, will_hear: set[WorkerId]) -> None:
-        """Bring in the participants that nobody else is known to tell. `will_hear` get a message of a Recv anyway."""
-        newcomers = pass_.context.participants - pass_.known - {self.here, pass_.root}
-        pass_.known |= newcomers | {self.here, pass_.root}
-        pass_.to_invite = newcomers & will_hear
-        for worker in newcomers - will_hear:
-            self.invite(pass_, worker)
-
-    def invite_rest(self, pass_: Pass) -> None:
-        """What could run has run. A Recv that waits may wait for the very worker it would tell of the pass."""
-        while pass_.to_invite and not pass_.finished:
-            self.invite(pass_, pass_.to_invite.pop())
 
     def invite(self, pass_: Pass, worker: WorkerId) -> None:
         """Tell a worker of the pass without a gradient."""
@@ -178,23 +165,11 @@ class Service(Layer):
         )
 
     def _request(self, pass_: Pass, worker: WorkerId, message: AnyMessage, packed: Packed) -> None:
-        pass_.to_invite.discard(worker)
-        member = self._member(worker)
-        context_id = pass_.context.context_id
-        what = f"its part in the backward pass of context {context_id}"
-        if pass_.roll is not None:
-            pass_.roll.ask(member, message, packed, what)
-            return
+        if pass_.to_invite:
+            pass_.to_invite -= {worker}
+        pass_.ask(self._member(worker), message, packed)
 
-        def taken(slot: Slot) -> None:
-            try:
-                self.agent.reply_frame(slot)
-            except Exception as error:
-                self._refused(pass_, error)
-
-        self.agent.send(member, message, packed, timeout=0.0, what=lambda: what, complete=taken)
-
-    def _refused(self, pass_: Pass, error: Exception) -> None:
+    def refused(self, pass_: Pass, error: Exception) -> None:
         """Another worker did not take what it was told. If this one is done already, the root has to be told so."""
         if pass_.finished and pass_.error is None:
             self.agent.notify(self._member(pass_.root), self.abort_message(pass_, error))
@@ -227,9 +202,7 @@ class Service(Layer):
         except ContextNotFound:
             self.agent.reply(request, PassDone((), ()))
             return
-        pass_, is_new = self._enter(
-            context, message.pass_id, message.root, message.retain_graph, message.participants, None
-        )
+        pass_, is_new = self.join(context, message.pass_id, message.root, message.retain_graph, message.participants)
         if request.caller.worker_id == message.root:
             pass_.when_ended(lambda ended: self._answer_root(request, ended))
         else:
@@ -254,13 +227,13 @@ class Service(Layer):
         # Before anything is begun: what is wrong concerns its sender, and through it the root, but not this worker.
         self.check(context, message.metadata.message_id, request.caller.worker_id, gradients)
         from_root = request.caller.worker_id == message.root
-        pass_, is_new = self._enter(
-            context, message.pass_id, message.root, message.retain_graph, message.participants, None
-        )
+        pass_, is_new = self.join(context, message.pass_id, message.root, message.retain_graph, message.participants)
         if from_root:  # it has its answer when the pass ends, so an error must end that rather than be a second answer
             pass_.when_ended(lambda ended: self._answer_root(request, ended))
         try:
-            pass_.hear(message.metadata.message_id, gradients)  # first of all, so that it is there when the pass begins
+            pass_.hear_and_run(
+                message.metadata.message_id, gradients
+            )  # first of all, so that it is there when the pass begins
         except Exception as error:
             if not from_root:
                 raise
@@ -310,7 +283,7 @@ class Service(Layer):
             with self._lock:
                 pass_ = self._passes.get(context.context_id)
             if pass_ is not None and pass_.pass_id == message.pass_id:
-                pass_.hear(message.metadata.message_id, None)
+                pass_.hear_and_run(message.metadata.message_id, None)
         self.agent.reply(request, Ack(), lazy=True)
 
     def serve_abort(self, request: Request) -> None:

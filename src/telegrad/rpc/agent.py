@@ -36,6 +36,7 @@ from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.copying import Helpers
+from telegrad.transport.tls import TlsEnds
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import AnyMessage, ExceptionReply, Goodbye
@@ -63,6 +64,7 @@ class Agent:
         options: RpcBackendOptions,
         listeners: Listeners,
         place: MemberLog | None = None,
+        tls: TlsEnds | None = None,
     ) -> None:
         self.member = member
         self.info = member.info
@@ -87,7 +89,7 @@ class Agent:
         self.closing = False
         self._lock = threading.Lock()
         self.peers = peers = Peers(self)
-        self.connector = Connector(self, secret, listeners)
+        self.connector = Connector(self, secret, listeners, tls)
         # Bound, so that no call pays for a step in between.
         self.find, self.link = peers.find, peers.link
         self.lost, self.is_dead = peers.lost, peers.is_dead

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from telegrad.transport.addresses import ALL_TRANSPORTS, TRANSPORTS
+from telegrad.transport.tls import Tls
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
@@ -33,9 +34,13 @@ class RpcBackendOptions:
         transports: which ways may be used, of "unix" and "tcp"; the best that both sides have is chosen. A third,
             "memory", is for tests: it connects agents of one process.
         shared_memory: whether tensors may go through shared memory between workers on one host.
-        secret: what proves that a worker belongs to the job. Without one (here or in TELEGRAD_SECRET) each worker makes
-            its own, which the others read where they meet, and listens on loopback only.
-        host: the address to listen on, when there is a secret.
+        secret: what proves that a worker belongs to the job; or in TELEGRAD_SECRET, or in a file (`secret_file`,
+            TELEGRAD_SECRET_FILE). On one host it may be left out: the processes of a user share one that nobody else
+            can read. Between hosts it is required.
+        insecure: go without a secret between hosts: whoever can reach the workers can run code as you.
+        tls: certificates for TCP (`Tls(cert, key, ca)`), True or False; by default TCP between hosts is encrypted with
+            a key made for the job, if the extra `tls` is installed.
+        host: the address to listen on; loopback by default.
         rendezvous_timeout: seconds to wait for the other workers in `init_rpc`.
         connect_timeout: seconds that connecting to one worker may take.
         heartbeat: seconds of silence after which a worker that owes an answer is asked whether it lives; if it stays
@@ -61,6 +66,9 @@ class RpcBackendOptions:
         transports: Sequence[str] = TRANSPORTS,
         shared_memory: bool = True,
         secret: str | bytes | None = None,
+        secret_file: str | None = None,
+        insecure: bool = False,
+        tls: Tls | bool | None = None,
         host: str | None = None,
         rendezvous_timeout: float = 120.0,
         connect_timeout: float = 10.0,
@@ -81,6 +89,8 @@ class RpcBackendOptions:
                 )
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
+        if tls is not None and not isinstance(tls, Tls | bool):
+            raise TypeError(f"tls must be a Tls(cert, key, ca), True, False or None, got {tls!r}")
         if max_message_bytes < LEAST_MESSAGE_BYTES:
             raise ValueError(f"max_message_bytes must be at least {LEAST_MESSAGE_BYTES}, got {max_message_bytes}")
         if not 0 <= cuda_memory_share <= 1:
@@ -94,7 +104,10 @@ class RpcBackendOptions:
         self.devices: list[torch.device] = [_cuda_device(d) for d in devices or ()]
         self.transports = tuple(transports)
         self.shared_memory = shared_memory
-        self.secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
+        self.secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) if not secret_file else None
+        self.secret_file = secret_file
+        self.insecure = insecure
+        self.tls = tls
         self.host = host
         self.rendezvous_timeout = float(rendezvous_timeout)
         self.connect_timeout = float(connect_timeout)
@@ -112,7 +125,7 @@ class RpcBackendOptions:
     @property
     def secret_bytes(self) -> bytes | None:
         """The secret as bytes; None if there is none."""
-        return self.secret.encode() if isinstance(self.secret, str) else self.secret
+        return (self.secret.encode() if isinstance(self.secret, str) else self.secret) or None
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> None:
         """Tensors on a key of `device_map` arrive at worker `to` on its value; may be called again to add more."""

@@ -47,10 +47,11 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     leaving: bool = False
     device_maps: dict[str, dict[str, str]] = {}  # where its tensors go on other workers, by their names
     host: str = ""  # the identity of its host: equal to ours where its process can be looked up
-    secret: bytes = b""  # what to prove to it, in a job without a secret: whoever can read this record may call it
+    secret: bytes = b""  # what to prove to it, in an insecure job: whoever can read this record may call it
     hearsay: bool = False  # repeated by another worker, and not to be trusted over what a worker says of itself
     gpus: tuple[str, ...] = ()  # the UUIDs of the GPUs it sees, in its own order
     devices: tuple[str, ...] = ()  # the devices it was told to use, if it was
+    certificate: bytes = b""  # fingerprint of the one it shows on TCP; empty if it speaks no TLS
 
     def __repr__(self) -> str:
         return f"<Member {self.name!r}: id {self.worker_id}, incarnation {self.incarnation:x}>"

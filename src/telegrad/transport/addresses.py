@@ -1,6 +1,7 @@
 """Where a worker listens and how it is reached: by Unix socket on one host, by TCP otherwise; in tests by neither."""
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import shutil
@@ -37,6 +38,16 @@ def host_identity() -> str:
         with contextlib.suppress(OSError):
             parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
     return "|".join(parts) or socket.gethostname()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name of one, leads to this very machine wherever it is used."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _process_identity() -> str:

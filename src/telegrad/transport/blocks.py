@@ -13,6 +13,7 @@ idle for longer goes back to the system.
 
 import bisect
 import ctypes
+import fcntl
 import mmap
 import os
 import threading
@@ -28,6 +29,10 @@ MIN_BLOCK = 64 * 1024
 IDLE_LIMIT = 512 * 2**20  # bytes of unused blocks that a pool keeps for later
 MAX_BLOCK = 64 * 2**30
 MAX_NUMBER = 2**62
+MOST_BLOCKS = 8192  # of one peer that are mapped at a time; the system allows a process some 65,000 mappings in all
+# A block that its sender makes smaller kills whoever reads it (SIGBUS): it is fixed when made, and one that is not is
+# refused.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -143,9 +148,10 @@ class Lender:
         return block
 
     def _create(self, size: int) -> Block:
-        fd = os.memfd_create("telegrad", os.MFD_CLOEXEC)
+        fd = os.memfd_create("telegrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             block = Block(self._next, size, fd)
         except OSError:
             os.close(fd)
@@ -264,6 +270,13 @@ class Lender:
             self._closed = True
 
 
+def _is_sealed(fd: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # not a kind of file that can be sealed
+        return False
+
+
 class Borrower:
     """The receiver's view of one peer's blocks: maps each once, and notes when nothing here uses it any more."""
 
@@ -279,6 +292,10 @@ class Borrower:
         try:
             if not 0 < size <= MAX_BLOCK or size > os.fstat(fd).st_size:
                 raise ProtocolError(f"the peer announced block {number} with {size} bytes, more than it has")
+            if not _is_sealed(fd):
+                raise ProtocolError(f"the peer announced block {number}, which it could still make smaller")
+            if number in self._blocks or len(self._blocks) >= MOST_BLOCKS:
+                raise ProtocolError(f"the peer announced block {number} twice, or more than {MOST_BLOCKS} blocks")
             block = Block(number, size, fd)
             block.fd = -1
             self._blocks[number] = block

@@ -333,6 +333,8 @@ class Connection:
         if count <= 0:
             return [] if count < 0 else None
         frames = self._reader.received(count)
+        while self.stream.pending:  # else nobody would be told that there is more
+            frames += self._reader.received(max(0, self.stream.receive_into(self._reader.target())))
         kept = []
         for frame in frames:
             if frame.segments:

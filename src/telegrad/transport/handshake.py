@@ -2,12 +2,15 @@
 
     dialler                                   listener
     MAGIC version nonce_d          ------>
-                                   <------    MAGIC version nonce_l proof_l
-    proof_d hello                  ------>
-                                   <------    welcome, or a refusal in words
+                                   <------    MAGIC version nonce_l, proof of the listener
+    proof of the dialler, hello    ------>
+                                   <------    proof of the verdict, welcome or a refusal in words
 
-A proof is an HMAC of both nonces under the job's secret, so a recorded one is worthless. Until it is verified a
-listener reads fixed sizes only and allocates nothing for the stranger. No I/O here: bytes in, bytes out.
+A proof is an HMAC under the job's secret of all that has been said so far: its sender's role, both nonces, the
+certificate of the listener where there is one, the hello (who calls, which incarnation of whom it wants), and the
+verdict. So a recorded proof is worthless, and one who passes the bytes on can change none of them, nor lead a dialler
+to another worker than the one it wants. Until the dialler's proof is verified the listener reads fixed sizes only and
+allocates nothing for the stranger. No I/O here: bytes in, bytes out.
 """
 
 import hashlib
@@ -21,12 +24,14 @@ from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
 from telegrad.wire.frames import MAX_FRAME
 
 MAGIC = b"TGRD"
-PROTOCOL = 1
+PROTOCOL = 2
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+TICKET_BYTES = 16
 MAX_HELLO = 8192
 _OPENING = struct.Struct(f"<4sB{NONCE_BYTES}s")
-_LENGTH = struct.Struct("<BI")
+_ANSWER = struct.Struct(f"<{PROOF_BYTES}s{PROOF_BYTES}sI")  # proof, digest and length of the hello
+_VERDICT = struct.Struct(f"<{PROOF_BYTES}sBI")  # proof, code, length of the body
 
 ACCEPTED = 0
 REFUSED = 1
@@ -43,11 +48,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     worker_id: int
     name: str
     incarnation: int
-    wanted_incarnation: int  # 0: whoever answers at this address
+    wanted_incarnation: int
     link: int  # the same number again asks to resume that link after a lost connection
     shared_memory: bool  # the dialler will pass a lane for descriptors next
     main_module: str  # fingerprint of __main__, so that its functions may travel by name
     takes_bytes: int = MAX_FRAME  # a larger message it would refuse, so none should be sent
+    ticket: bytes = b""  # drawn for the link: whoever resumes it must have it, and its two ends alone do
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -67,10 +73,6 @@ _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 _decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
 
 
-def _proof(secret: bytes, role: bytes, nonce_d: bytes, nonce_l: bytes) -> bytes:
-    return hmac.new(secret, b"telegrad " + role + nonce_d + nonce_l, hashlib.sha256).digest()
-
-
 def _check_opening(raw: bytes) -> bytes:
     magic, version, nonce = _OPENING.unpack(raw)
     if magic != MAGIC:
@@ -80,36 +82,66 @@ def _check_opening(raw: bytes) -> bytes:
     return bytes(nonce)
 
 
+class _Transcript:
+    """What has been said so far, and the proofs over it."""
+
+    def __init__(self, secret: bytes, binding: bytes) -> None:
+        self._secret = secret
+        self._said = bytearray()
+        self.say(binding)
+
+    def say(self, part: bytes) -> None:
+        """Add a part; its length too, so that no two transcripts are the same bytes."""
+        self._said += len(part).to_bytes(4, "little") + part
+
+    def proof(self, role: bytes) -> bytes:
+        """That the one in `role` knows the secret and has said and heard just this."""
+        return hmac.new(self._secret, b"telegrad " + role + b"\0" + self._said, hashlib.sha256).digest()
+
+    def proves(self, role: bytes, proof: bytes) -> bool:
+        """Whether a proof is the one of that role."""
+        return hmac.compare_digest(proof, self.proof(role))
+
+
 class DiallerHandshake:
-    """The dialling side: `opening` first, then each answer of `needs` bytes through the step of its name."""
+    """The dialling side: `opening` first, then each answer of the listener through the step of its name.
+
+    `binding` is what both ends know of the channel below: the certificate of the listener, as each of them sees it."""
 
     opening_answer_bytes = _OPENING.size + PROOF_BYTES
-    verdict_header_bytes = _LENGTH.size
+    verdict_header_bytes = _VERDICT.size
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._nonce = os.urandom(NONCE_BYTES)
-        self.opening = _OPENING.pack(MAGIC, PROTOCOL, self._nonce)
+    def __init__(self, secret: bytes, binding: bytes = b"") -> None:
+        self._transcript = _Transcript(secret, binding)
+        nonce = os.urandom(NONCE_BYTES)
+        self.opening = _OPENING.pack(MAGIC, PROTOCOL, nonce)
+        self._transcript.say(nonce)
+        self._proof = b""
 
     def answer(self, raw: bytes, hello: Hello) -> bytes:
         """Check the listener's proof; what to send next."""
-        nonce_l = _check_opening(raw[: _OPENING.size])
-        if not hmac.compare_digest(raw[_OPENING.size :], _proof(self._secret, b"listener", self._nonce, nonce_l)):
-            raise AuthenticationError("the listener does not know this job's secret")
+        self._transcript.say(_check_opening(raw[: _OPENING.size]))
+        if not self._transcript.proves(b"listener", raw[_OPENING.size :]):
+            raise AuthenticationError(
+                "the listener does not know this job's secret (or somebody stands between it and this worker)"
+            )
         body = _encode(hello)
-        return _proof(self._secret, b"dialler", self._nonce, nonce_l) + _LENGTH.pack(ACCEPTED, len(body)) + body
+        digest = hashlib.sha256(body).digest()
+        self._transcript.say(digest + len(body).to_bytes(4, "little"))
+        return _ANSWER.pack(self._transcript.proof(b"dialler"), digest, len(body)) + body
 
-    @staticmethod
-    def verdict_length(raw: bytes) -> tuple[int, int]:
+    def verdict_length(self, raw: bytes) -> tuple[int, int]:
         """Verdict code and length of the body that follows."""
-        code, length = _LENGTH.unpack(raw)
+        self._proof, code, length = _VERDICT.unpack(raw)
         if length > MAX_HELLO:
             raise ProtocolError(f"a welcome of {length} bytes is over the limit of {MAX_HELLO}")
         return code, length
 
-    @staticmethod
-    def verdict(code: int, body: bytes) -> Welcome:
+    def verdict(self, code: int, body: bytes) -> Welcome:
         """The listener's welcome; raises what it said if it refused."""
+        self._transcript.say(bytes([code]) + body)
+        if not self._transcript.proves(b"verdict", self._proof):
+            raise AuthenticationError("the listener's verdict was changed on its way; nothing of it was used")
         if code != ACCEPTED:
             raise Refused(f"it refused the connection: {body.decode('utf-8', 'replace')}")
         try:
@@ -121,21 +153,24 @@ class DiallerHandshake:
 class ListenerHandshake:
     """The listening side as a state machine: feed it bytes, send what it returns, until `hello` is set."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, secret: bytes, binding: bytes = b"") -> None:
+        self._transcript = _Transcript(secret, binding)
         self._buffer = bytearray()
-        self._nonce_l = os.urandom(NONCE_BYTES)
-        self._nonce_d = b""
         self._state = "opening"
+        self._digest = b""
         self._hello_bytes = 0
         self.hello: Hello | None = None
 
     @property
     def needs(self) -> int:
         """How many bytes to read at most: never more than the step in hand."""
-        return {"opening": _OPENING.size, "proof": PROOF_BYTES + _LENGTH.size, "hello": self._hello_bytes}[
-            self._state
-        ] - len(self._buffer)
+        whole = {"opening": _OPENING.size, "proof": _ANSWER.size, "hello": self._hello_bytes}[self._state]
+        return whole - len(self._buffer)
+
+    @property
+    def silent(self) -> bool:
+        """Whether the dialler has said nothing yet."""
+        return self._state == "opening" and not self._buffer
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the dialler; what to answer. Raises the error that ends this connection."""
@@ -147,33 +182,36 @@ class ListenerHandshake:
             return b""
         raw, self._buffer = bytes(self._buffer), bytearray()
         if self._state == "opening":
-            self._nonce_d = _check_opening(raw)
+            self._transcript.say(_check_opening(raw))
+            nonce = os.urandom(NONCE_BYTES)
+            self._transcript.say(nonce)
             self._state = "proof"
-            proof = _proof(self._secret, b"listener", self._nonce_d, self._nonce_l)
-            return _OPENING.pack(MAGIC, PROTOCOL, self._nonce_l) + proof
+            return _OPENING.pack(MAGIC, PROTOCOL, nonce) + self._transcript.proof(b"listener")
         if self._state == "proof":
-            expected = _proof(self._secret, b"dialler", self._nonce_d, self._nonce_l)
-            if not hmac.compare_digest(raw[:PROOF_BYTES], expected):
+            proof, self._digest, self._hello_bytes = _ANSWER.unpack(raw)
+            self._transcript.say(self._digest + self._hello_bytes.to_bytes(4, "little"))
+            if not self._transcript.proves(b"dialler", proof):
                 raise AuthenticationError("it does not know this job's secret")
-            _, self._hello_bytes = _LENGTH.unpack(raw[PROOF_BYTES:])
             if not 0 < self._hello_bytes <= MAX_HELLO:
                 raise ProtocolError(f"a hello of {self._hello_bytes} bytes is not within 1..{MAX_HELLO}")
             self._state = "hello"
             return b""
+        if not hmac.compare_digest(hashlib.sha256(raw).digest(), self._digest):
+            raise AuthenticationError("its hello is not the one it proved")
         try:
             self.hello = _decode_hello(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"its hello is malformed: {error}") from error
         return b""
 
-    @staticmethod
-    def welcome(welcome: Welcome) -> bytes:
+    def welcome(self, welcome: Welcome) -> bytes:
         """What tells the dialler that it is in."""
-        body = _encode(welcome)
-        return _LENGTH.pack(ACCEPTED, len(body)) + body
+        return self._verdict(ACCEPTED, _encode(welcome))
 
-    @staticmethod
-    def refusal(error: TelegradError) -> bytes:
+    def refusal(self, error: TelegradError) -> bytes:
         """What tells the dialler why it is not."""
-        body = str(error).encode()[:MAX_HELLO]
-        return _LENGTH.pack(REFUSED, len(body)) + body
+        return self._verdict(REFUSED, str(error).encode()[:MAX_HELLO])
+
+    def _verdict(self, code: int, body: bytes) -> bytes:
+        self._transcript.say(bytes([code]) + body)
+        return _VERDICT.pack(self._transcript.proof(b"verdict"), code, len(body)) + body

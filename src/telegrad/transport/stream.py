@@ -8,8 +8,10 @@ import array
 import contextlib
 import errno
 import fcntl
+import os
 import select
 import socket
+import stat
 import struct
 import termios
 import time
@@ -32,6 +34,7 @@ class Stream(Protocol):
     kind: str
     lane: "Lane | None"
     broken: bool  # a write was given up halfway: nothing can follow it, and the peer sees the end
+    pending: int  # bytes that were read from the socket and not given out, which polling does not show
     last_written: float  # when the peer last made room for more, after it had made a writer wait
 
     def fileno(self) -> int:
@@ -59,6 +62,8 @@ class Stream(Protocol):
 
 class SocketStream:
     """A stream over one socket."""
+
+    pending = 0  # the kernel keeps what was not read
 
     def __init__(self, sock: socket.socket, kind: str, lane: "Lane | None" = None) -> None:
         sock.setblocking(False)
@@ -195,14 +200,14 @@ class Lane:
     def next(self) -> tuple[int, int, int]:
         """Number, size and descriptor of the next block the peer announced."""
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(_LANE.size, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
+            data, fds = _receive_descriptors(self._socket, _LANE.size)
         except TimeoutError as error:
             raise ProtocolError("the peer used a block of shared memory that it has not announced") from error
-        if len(data) != _LANE.size or len(ancillary) != 1:
+        if len(data) != _LANE.size or len(fds) != 1:
+            _close_all(fds)
             raise ProtocolError("the peer announced a block of shared memory without its descriptor")
         number, size = _LANE.unpack(data)
-        (fd,) = array.array("i", ancillary[0][2][:4])
-        return number, size, fd
+        return number, size, fds[0]
 
     def close(self) -> None:
         """End the lane at once."""
@@ -221,11 +226,33 @@ def pass_lane(sock: socket.socket, lane: socket.socket) -> None:
 
 def receive_lane(sock: socket.socket) -> socket.socket:
     """Take the end that the peer passed."""
-    data, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
-    if data != b"L" or len(ancillary) != 1:
-        raise ProtocolError("the peer did not pass the lane it had promised")
-    (fd,) = array.array("i", ancillary[0][2][:4])
-    return socket.socket(fileno=fd)
+    data, fds = _receive_descriptors(sock, 1)
+    try:
+        if data != b"L" or len(fds) != 1 or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
+            raise ProtocolError("the peer did not pass the lane it had promised")
+        lane = socket.socket(fileno=fds[0])
+    except BaseException:
+        _close_all(fds)
+        raise
+    if lane.family != socket.AF_UNIX or lane.type != socket.SOCK_SEQPACKET:
+        lane.close()
+        raise ProtocolError("the peer passed a socket that cannot be a lane")
+    return lane
+
+
+def _receive_descriptors(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """The next message and all descriptors that came with it: whoever does not want them closes them."""
+    data, ancillary, _, _ = sock.recvmsg(size, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
+    fds: list[int] = []
+    for level, kind, raw in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds += array.array("i", raw[: len(raw) // 4 * 4])
+    return data, fds
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def receive_exactly(sock: socket.socket, count: int) -> bytes:

@@ -7,6 +7,7 @@ lost. A link ends with the worker: then everything that still waits is told so. 
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from telegrad.rpc.server.at_most_once import KEPT_NOTICES
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.transport.connection import Connection
+from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.frames import Kind
 from telegrad.wire.messages import AnyMessage, Ping
 
@@ -39,6 +41,9 @@ class Link:
         self.agent = agent
         self.member = member
         self.number = number
+        self._ticket = os.urandom(
+            TICKET_BYTES
+        )  # shown with each connection, so that nobody else can go on with this link
         self.pending = Pending()
         self.functions: dict[Any, tuple[int, bytes]] = {}  # what was sent once is a number afterwards
         self.main_by_value = False
@@ -106,7 +111,7 @@ class Link:
         limit = time.monotonic() + self.agent.liveness.patience
         while True:
             # While a thread waits to write, somebody must read: the worker may be busy writing to us.
-            dialled = self.agent.connector.dial(self.member, self.number, self.replies.arm, deadline)
+            dialled = self.agent.connector.dial(self.member, self.number, self._ticket, self.replies.arm, deadline)
             connection, self.main_by_value = dialled
             try:
                 self._send_again(connection, limit)

@@ -24,13 +24,13 @@ from telegrad.rpc.job.store_recovery import StoreRecovery
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.server.run_call import CallService
+from telegrad.rpc.trust.job import JobTrust, tls_for, trust_for
 from telegrad.rpc.workers import Member, check_id
 from telegrad.transport.addresses import Listeners, host_identity
 
 log = logging.getLogger("telegrad.rpc")
 
 _LOOPBACK = "127.0.0.1"
-_SECRET_BYTES = 32
 # For workers whose rendezvous store has just ended: they come to the new one, and say which ids are taken.
 _GRACE_SECONDS = 0.5
 
@@ -50,16 +50,17 @@ def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
     """Start an agent as the worker `name` and make it the current one; it meets the others in `store`."""
     deadline = time.monotonic() + options.rendezvous_timeout
     given = store is not None
+    trust = _trust(options, store)
     while True:
         if store is None:
             left = max(0.0, deadline - time.monotonic())
             store = open_store(options.init_method, rank, world_size, left)
         try:
-            place = MemberLog(store, "static" if world_size else "open")
+            place = MemberLog(store, "static" if world_size else "open", trust.seal)
             if world_size is None and place.where is not None and place.is_first:
                 time.sleep(_GRACE_SECONDS)
             store = None  # the place has it, and may let it go
-            return _start_until_counted(place, name, rank, world_size, options)
+            return _start_until_counted(place, name, rank, world_size, options, trust)
         except TelegradError:
             raise
         except RuntimeError as error:  # torch's own: the store has ended
@@ -69,12 +70,19 @@ def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
             store = None
 
 
+def _trust(options: RpcBackendOptions, store: Any) -> JobTrust:
+    where = store_host.place_in(options.init_method) if store is None else store_host.address_of(store)
+    if where is None:
+        return trust_for(options, None, True)
+    return trust_for(options, where[0], store_host.is_here(where[0]))
+
+
 def _start_until_counted(
-    place: MemberLog, name: str, rank: int, world_size: int | None, options: RpcBackendOptions
+    place: MemberLog, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, trust: JobTrust
 ) -> Agent:
     while True:
         try:
-            return _start_at(place, name, rank, world_size, options)
+            return _start_at(place, name, rank, world_size, options, trust)
         except _Outdated:
             log.info("worker %r joins once more: it had opened the rendezvous store anew", name)
             place.read_again()
@@ -83,12 +91,15 @@ def _start_until_counted(
             raise
 
 
-def _start_at(place: MemberLog, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Agent:
+def _start_at(
+    place: MemberLog, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, trust: JobTrust
+) -> Agent:
     worker_id = rank if rank >= 0 else place.next_id()
     check_id(worker_id)
     incarnation = draw_incarnation(_generation(place, worker_id))
-    listeners = Listeners(options.transports, (options.host or _LOOPBACK) if options.secret_bytes else _LOOPBACK)
-    own_secret = b"" if options.secret_bytes else os.urandom(_SECRET_BYTES)
+    host = options.host or _LOOPBACK
+    tls = tls_for(options, host)
+    listeners = Listeners(options.transports, host)
     member = Member(
         name,
         WorkerId(worker_id),
@@ -99,9 +110,10 @@ def _start_at(place: MemberLog, name: str, rank: int, world_size: int | None, op
         gpus=visible_gpus(),
         devices=tuple([str(device) for device in options.devices]),
         host=host_identity(),
-        secret=own_secret,
+        secret=trust.published,
+        certificate=b"" if tls is None else tls.fingerprint,
     )
-    agent = Agent(member, options.secret_bytes or own_secret, options, listeners, place)
+    agent = Agent(member, trust.secret.value, options, listeners, place, tls)
     agent.world_size = world_size
     agent.store_recovery = StoreRecovery(agent, place)
     install_own_layers(agent)

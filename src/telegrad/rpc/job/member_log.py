@@ -22,9 +22,13 @@ from torch.distributed.rendezvous import rendezvous
 from telegrad.errors import RendezvousError, TelegradError
 from telegrad.ids import Incarnation, WorkerId, generation_of
 from telegrad.rpc.job import store as store_host
+from telegrad.rpc.trust.files import make_private
+from telegrad.rpc.trust.rate import LimitedLog
+from telegrad.rpc.trust.seal import UNSEALED, Seal
 from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.rpc")
+_warnings = LimitedLog(log)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
@@ -36,6 +40,8 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     """The store that `init_method` names. Others than the plain forms of tcp:// and env:// are left to torch."""
     limit = timedelta(seconds=max(timeout, 1e-3))
     place = store_host.place_in(init_method)
+    if init_method.startswith("file:"):
+        make_private(urlparse(init_method).path)
     try:
         if place is not None:
             first = rank == 0 or (world_size is None and rank < 0 and store_host.is_here(place[0]))
@@ -73,8 +79,10 @@ def _path_in(init_method: str) -> str:
 class MemberLog:
     """The log of one job in a store."""
 
-    def __init__(self, store: Any, kind: str) -> None:
-        """`kind` says which kind of job it is, "static" or "open"; there is one kind in one store."""
+    def __init__(self, store: Any, kind: str, seal: Seal = UNSEALED) -> None:
+        """`kind` says which kind of job it is, "static" or "open"; there is one kind in one store. Records have the
+        `seal` of the job: those that have not are not read."""
+        self._seal = seal
         self.where = store_host.place_of(store)  # None for a store that does not end with a worker
         # Whether the store is still there. Asked before each use, by a look that does not print if it is not.
         self.stands: Callable[[], bool] = lambda: True
@@ -87,7 +95,14 @@ class MemberLog:
 
     def move(self, store: Any, say_again: Callable[[], None] = lambda: None) -> None:
         """Use this store from now on. Nobody here reads in it before `say_again` has said what others look for."""
-        kind = PrefixStore("telegrad", store).compare_set("kind", "", self._kind).decode()
+        marks = PrefixStore("telegrad", store)
+        if marks.compare_set("mark", "", self._seal.mark).decode() != self._seal.mark:
+            raise RendezvousError(
+                "the store where this worker should meet others is that of a job with another secret, or of somebody "
+                "who knows none; it was not joined. Give all workers of a job the same secret (TELEGRAD_SECRET), and "
+                "each job a place of its own"
+            )
+        kind = marks.compare_set("kind", "", self._kind).decode()
         if kind != self._kind:
             raise RendezvousError(
                 "RPC group mixes statically and dynamically initialized members which is not supported. "
@@ -159,7 +174,7 @@ class MemberLog:
     def publish(self, member: Member) -> None:
         """Append a record."""
         index = int(self._open_log().add("records", 1)) - 1
-        self._open_log().set(f"record/{index}", _encode(member))
+        self._open_log().set(f"record/{index}", self._seal.seal(_encode(member)))
 
     def news(self, take: Callable[[list[Member]], None]) -> None:
         """Give the records appended since the last time to `take`. Whoever asks next finds them taken."""
@@ -177,13 +192,24 @@ class MemberLog:
                 self._read = end
                 for index in list(self._unwritten):
                     if self._log.check([f"record/{index}"]):  # if not, what others wrote behind it is read all the same
-                        fresh.append(_decode(self._log.get(f"record/{index}")))
+                        fresh += self._read_record(index)
                         self._unwritten.remove(index)
         except RuntimeError as error:
             if self.where is None:
                 raise
             log.debug("the rendezvous store has closed, and is opened anew: %s", error)
         return fresh
+
+    def _read_record(self, index: int) -> list[Member]:
+        record = self._seal.open(self._log.get(f"record/{index}"))
+        try:
+            if record is not None:
+                return [_decode(record)]
+            problem = "it was not written by a worker of this job"
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            problem = f"it is malformed: {error}"
+        _warnings.warning("a record in the rendezvous store was ignored: %s", problem)
+        return []
 
 
 def wait_for_ranks(

@@ -5,15 +5,16 @@ when the store has ended: torch's client would find out only by being used, and 
 
 That connection goes to a beacon: a socket beside the store that listens, says nothing and ends with it. The store
 itself looks up the name of whoever connects, and everyone waits while it does; a resolver that does not answer takes
-5 seconds. For the same reason it listens at an IPv4 address if that is what was given: addresses of IPv4 in the form of
-IPv6, which a socket for both sees, are not found in the hosts file.
+5 seconds. It listens at the address it was given and at no other, and a store that another user holds is not joined.
 """
 
 import errno
 import os
 import socket
+import sys
 import time
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,13 @@ from urllib.parse import urlparse
 
 from torch._C._distributed_c10d import TCPStore
 
+from telegrad.errors import RendezvousError
+from telegrad.transport.addresses import is_loopback
+
 _CONNECT_SECONDS = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 _LISTENING = "0A"  # in /proc/net/tcp
+_BYTE_ORDER = -1 if sys.byteorder == "little" else 1
 _BEACON = "telegrad/beacon"
 _BEACON_LOOKS = 50
 
@@ -52,8 +57,13 @@ def is_launchers(place: Place) -> bool:
 
 def place_of(store: Any) -> Place | None:
     """Where a store is, if it is one that ends with a worker."""
-    place = (store.host, store.port) if isinstance(store, TCPStore) else None
+    place = address_of(store)
     return None if place is None or is_launchers(place) else place
+
+
+def address_of(store: Any) -> Place | None:
+    """The address of a store that has one."""
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 def open_or_join(place: Place, *, opens: bool, seconds: float) -> TCPStore:
@@ -90,6 +100,7 @@ def attempt(place: Place, *, opens: bool, seconds: float) -> TCPStore:
             )
             _light_beacon(store, host)
             return store
+    _check_holder(place)
     if not _listens_here(port):  # torch's client would say on stderr that nobody is there
         watch(place, min(seconds, _CONNECT_SECONDS)).close()
     return TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
@@ -106,32 +117,60 @@ def _take(place: Place) -> socket.socket | None:
 
 
 def _listener(place: Place) -> socket.socket:
+    """A socket that listens at the address it was given, and at no other."""
     host, port = place
-    both = socket.has_dualstack_ipv6() and not _is_ipv4(host)
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
+    found = _addresses(host)
+    if not is_loopback(host) and all(is_loopback(address) for _, address in found):
+        # The name of this machine, in its own hosts file; others know it by another address.
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
+    family, address = found[0]
+    return socket.create_server((address, port), family=family, backlog=4096)
 
 
-def _is_ipv4(host: str) -> bool:
-    try:
-        socket.inet_pton(socket.AF_INET, host)
-    except OSError:
-        return False
-    return True
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """The addresses that a name stands for, those of IPv4 first."""
+    found = {
+        (family, str(where[0]))
+        for family, _, _, _, where in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        if family in (socket.AF_INET, socket.AF_INET6)
+    }
+    return sorted(found, key=lambda one: (one[0] != socket.AF_INET, one[1]))
 
 
 def _listens_here(port: int) -> bool:
     """Whether a process of this machine is known to listen at `port`. Costs no connection."""
+    return any(listening == port for _, listening, _ in _listening())
+
+
+def _listening() -> Iterator[tuple[bytes, int, int]]:
+    """Address, port and user of all that listens on this machine, as far as the system tells."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             lines = Path(table).read_text().splitlines()[1:]
         except OSError:
             continue
         for line in lines:
-            _, local, _, state, *_ = line.split()
-            if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
-                return True
-    return False
+            _, local, _, state, _, _, _, uid, *_ = line.split()
+            if state == _LISTENING:
+                address, _, port = local.partition(":")
+                words = bytes.fromhex(address)  # each four bytes in the order of this machine
+                network = b"".join(words[i : i + 4][::_BYTE_ORDER] for i in range(0, len(words), 4))
+                yield network, int(port, 16), int(uid)
+
+
+def _check_holder(place: Place) -> None:
+    """Raise unless the store on this machine is one of this user's, or of root: a stranger may have been first."""
+    host, port = place
+    meant = {socket.inet_pton(family, address) for family, address in _addresses(host)}
+    users = {uid for address, at, uid in _listening() if at == port and (address in meant or not any(address))}
+    strangers = users - {os.getuid(), 0}
+    if strangers and is_here(host):
+        raise RendezvousError(
+            f"port {port} is held by a process of another user (uid {', '.join(map(str, sorted(strangers)))}); its "
+            "store was not joined. Choose another port (MASTER_PORT)"
+        )
 
 
 def _light_beacon(store: TCPStore, host: str) -> None:

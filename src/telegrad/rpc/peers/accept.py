@@ -11,27 +11,36 @@ import hashlib
 import logging
 import os
 import socket
+import ssl
 import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, WorkerDied
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.threads.io_threads import IoThreads
 from telegrad.rpc.threads.timer import Timer
+from telegrad.rpc.trust.rate import LimitedLog, TokenBucket
 from telegrad.rpc.workers import Member
-from telegrad.transport.addresses import UNIX, Address, Listeners, connect, reachable
+from telegrad.transport.addresses import TCP, UNIX, Address, Listeners, connect, reachable
 from telegrad.transport.connection import Connection
+from telegrad.transport.credentials import Credentials, credentials_of
 from telegrad.transport.handshake import DiallerHandshake, Hello, ListenerHandshake, Welcome
 from telegrad.transport.memory import MemoryListener
 from telegrad.transport.stream import Lane, SocketStream, make_lane_pair, pass_lane, receive_exactly, receive_lane
+from telegrad.transport.tls import TlsEnds, TlsStream, check_name, dialling_ends
 
 log = logging.getLogger("telegrad.rpc")
 
 HANDSHAKE_SECONDS = 10.0
 MAX_HALF_OPEN = 256
 _PAUSE_SECONDS = 0.1
+# What strangers may cost: so many connections a second are accepted, after a burst that lets a large job begin. Others
+# wait in the listener's queue, from which each is taken in its turn.
+_ACCEPT_RATE, _ACCEPT_BURST = 400.0, 1024.0
+_ACCEPT_PAUSE = 0.01
 
 
 def main_fingerprint() -> str:
@@ -47,6 +56,13 @@ def main_fingerprint() -> str:
         return f"unreadable {path}"
 
 
+class Caller(NamedTuple):
+    """What is known of a caller beside what it says: the kernel's word, and its certificate's."""
+
+    process: Credentials | None
+    certificate: ssl.SSLSocket | None  # the connection it was shown on, where certificates name workers
+
+
 def dial(
     member: Member,
     hello: Hello,
@@ -54,6 +70,7 @@ def dial(
     options: RpcBackendOptions,
     deadline: float,
     on_blocked: Callable[[], None],
+    tls: TlsEnds | None = None,
 ) -> tuple[Connection, Welcome]:
     """A connection to `member`, over the best way there is. ConnectionError if nobody answers at its addresses."""
     addresses = reachable(member.addresses, options.transports)
@@ -67,7 +84,7 @@ def dial(
     problem: Exception | None = None
     for address in addresses:
         try:
-            return _dial_address(address, hello, secret, options, deadline, on_blocked)
+            return _dial_address(address, member, hello, secret, options, deadline, on_blocked, tls)
         except (OSError, ProtocolError) as error:
             problem = error
     assert problem is not None
@@ -79,17 +96,25 @@ def dial(
 
 def _dial_address(
     address: Address,
+    member: Member,
     hello: Hello,
     secret: bytes,
     options: RpcBackendOptions,
     deadline: float,
     on_blocked: Callable[[], None],
+    tls: TlsEnds | None,
 ) -> tuple[Connection, Welcome]:
     left = max(0.1, min(deadline - time.monotonic(), HANDSHAKE_SECONDS))
     sock = connect(address, left)
     ours: socket.socket | None = None
     try:
-        handshake = DiallerHandshake(secret)
+        process = credentials_of(sock)
+        if process is not None and not process.is_trusted_user:
+            raise ConnectionRefusedError(f"a process of another user (uid {process.uid}) listens there")
+        binding = b""
+        if address.kind == TCP:
+            sock, binding = _encrypted(sock, member, options, tls)
+        handshake = DiallerHandshake(secret, binding)
         sock.sendall(handshake.opening)
         answer = receive_exactly(sock, handshake.opening_answer_bytes)
         shares = sock.family == socket.AF_UNIX and hello.shared_memory
@@ -100,15 +125,33 @@ def _dial_address(
                 pass_lane(sock, theirs)
         code, length = handshake.verdict_length(receive_exactly(sock, handshake.verdict_header_bytes))
         welcome = handshake.verdict(code, receive_exactly(sock, length))
+        if (welcome.worker_id, welcome.incarnation) != (member.worker_id, member.incarnation):
+            raise AuthenticationError(f"it is worker {welcome.name!r}, incarnation {welcome.incarnation:x}")
     except BaseException:
         if ours is not None:
             ours.close()
         sock.close()
         raise
-    stream = SocketStream(sock, address.kind, _lane(ours, welcome.shared_memory))
+    stream = _stream(sock, address.kind, _lane(ours, welcome.shared_memory))
     connection = Connection(stream, max_frame=options.max_message_bytes, on_blocked=on_blocked)
     connection.peer, connection.peer_takes = f"worker {welcome.name!r}", welcome.takes_bytes
     return connection, welcome
+
+
+def _encrypted(
+    sock: socket.socket, member: Member, options: RpcBackendOptions, tls: TlsEnds | None
+) -> tuple[socket.socket, bytes]:
+    """A dialled connection with TLS on it if the worker has published a certificate, and that certificate."""
+    if member.certificate:
+        ends = dialling_ends() if tls is None else tls
+        return ends.wrap_dialled(sock, member.certificate, member.name), member.certificate
+    if options.tls:
+        raise AuthenticationError(f"worker {member.name!r} does not speak TLS, which this worker's options ask for")
+    return sock, b""
+
+
+def _stream(sock: socket.socket, kind: str, lane: Lane | None) -> SocketStream:
+    return TlsStream(sock, kind) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, kind, lane)
 
 
 def _lane(sock: socket.socket | None, agreed: bool) -> Lane | None:
@@ -127,16 +170,21 @@ def _with_shared_memory(hello: Hello, shared_memory: bool) -> Hello:
 class _HalfOpen:
     """A connection that has yet to prove itself."""
 
-    __slots__ = ("handshake", "sock", "turn")
+    __slots__ = ("encrypting", "handshake", "process", "since", "sock", "turn")
 
-    def __init__(self, sock: socket.socket, handshake: ListenerHandshake) -> None:
+    def __init__(
+        self, sock: socket.socket, handshake: ListenerHandshake, process: Credentials | None, encrypting: bool
+    ) -> None:
         self.sock = sock
         self.handshake = handshake
+        self.process = process
+        self.encrypting = encrypting  # TLS is still to be agreed on
+        self.since = time.monotonic()
         self.turn = threading.Lock()  # of the thread that reads it
 
 
 class Acceptor:
-    """Accepts connections. `admit(hello)` says whether a caller that proved itself is welcome, and as what."""
+    """Accepts connections. `admit(hello, caller)` says whether one that proved itself is welcome, and as what."""
 
     def __init__(
         self,
@@ -145,8 +193,9 @@ class Acceptor:
         options: RpcBackendOptions,
         io_threads: IoThreads,
         timer: Timer,
-        admit: Callable[[Hello], Welcome],
+        admit: Callable[[Hello, Caller], Welcome],
         admitted: Callable[[Hello, Welcome, Connection], None],
+        tls: TlsEnds | None = None,
     ) -> None:
         self._listeners = listeners
         self._secret = secret
@@ -155,7 +204,11 @@ class Acceptor:
         self._timer = timer
         self._admit = admit
         self._admitted = admitted
+        self._tls = tls
         self._half_open: dict[int, _HalfOpen] = {}
+        self._budget = TokenBucket(_ACCEPT_RATE, _ACCEPT_BURST)
+        self._warnings = LimitedLog(log)
+        self._sweeping = False
 
     def start(self) -> None:
         """Begin to accept."""
@@ -166,15 +219,14 @@ class Acceptor:
         rearm = functools.partial(self._rearm, listener)
         try:
             while True:
+                if not self._budget.take():
+                    self._timer.at(time.monotonic() + _ACCEPT_PAUSE, rearm)
+                    return
                 try:
                     sock, _ = listener.accept()
                 except (BlockingIOError, ConnectionError):
                     rearm()
                     return
-                if len(self._half_open) >= MAX_HALF_OPEN:
-                    oldest = next(iter(self._half_open), None)
-                    if oldest is not None:
-                        self._drop(oldest, "too many connections are waiting to prove themselves")
                 self._begin(sock)
         except OSError as error:
             if listener.fileno() >= 0:
@@ -187,17 +239,43 @@ class Acceptor:
             self._crew.arm(listener.fileno())
 
     def _begin(self, sock: socket.socket) -> None:
+        process = credentials_of(sock)
+        if process is not None and not process.is_trusted_user:
+            sock.close()
+            self._warnings.warning("refused a process of another user (uid %d, process %d)", process.uid, process.pid)
+            return
+        if len(self._half_open) >= MAX_HALF_OPEN:
+            self._make_room()
         sock.setblocking(False)
+        encrypts = self._tls is not None and sock.family in (socket.AF_INET, socket.AF_INET6)
+        binding = b""
+        if encrypts and self._tls is not None:
+            sock = self._tls.wrap_accepted(sock)
+            binding = self._tls.fingerprint
         fd = sock.fileno()
-        entry = _HalfOpen(sock, ListenerHandshake(self._secret))
-        self._half_open[fd] = entry
+        self._half_open[fd] = _HalfOpen(sock, ListenerHandshake(self._secret, binding), process, encrypts)
         self._crew.watch(fd, lambda: self._proceed(fd), armed=True)
+        if not self._sweeping:
+            self._sweeping = True
+            self._timer.at(time.monotonic() + HANDSHAKE_SECONDS, self._sweep)
 
-        def too_late() -> None:
+    def _make_room(self) -> None:
+        """Drop one who has said nothing yet, or else the oldest: those of ours speak at once."""
+        waiting = list(self._half_open.items())
+        fd = next((fd for fd, entry in waiting if entry.handshake.silent), waiting[0][0] if waiting else None)
+        if fd is not None:
+            self._drop(fd, "too many connections are waiting to prove themselves")
+
+    def _sweep(self) -> None:
+        """The timer: drop those who took too long."""
+        now = time.monotonic()
+        for fd, entry in list(self._half_open.items()):  # the oldest first
+            if entry.since + HANDSHAKE_SECONDS > now:
+                self._timer.at(entry.since + HANDSHAKE_SECONDS, self._sweep)
+                return
             if self._half_open.get(fd) is entry:
                 self._drop(fd, f"no proof within {HANDSHAKE_SECONDS:g} s")
-
-        self._timer.at(time.monotonic() + HANDSHAKE_SECONDS, too_late)
+        self._sweeping = False
 
     def _proceed(self, fd: int) -> None:
         entry = self._half_open.get(fd)
@@ -215,11 +293,12 @@ class Acceptor:
         """Read what there is; True if more has to come."""
         sock, handshake = entry.sock, entry.handshake
         try:
+            if entry.encrypting:
+                assert isinstance(sock, ssl.SSLSocket)
+                sock.do_handshake()
+                entry.encrypting = False
             while handshake.hello is None:
-                try:
-                    data = sock.recv(handshake.needs)
-                except BlockingIOError:
-                    return True
+                data = sock.recv(handshake.needs)
                 if not data:
                     self._drop(fd, "it closed the connection before it proved itself")
                     return False
@@ -227,15 +306,21 @@ class Acceptor:
                 if answer:
                     sock.send(answer)  # fixed small size: fits the empty send buffer
             if self._half_open.get(fd) is entry:  # else another thread finished it
-                self._finish(fd, sock, handshake.hello)
-        except (TelegradError, OSError) as error:
-            if isinstance(error, AuthenticationError):
-                with contextlib.suppress(OSError):
-                    sock.send(ListenerHandshake.refusal(error))
+                self._finish(fd, entry, handshake.hello)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except (TelegradError, OSError, ValueError) as error:
+            if isinstance(error, AuthenticationError) and handshake.hello is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    sock.send(handshake.refusal(error))
             self._drop(fd, str(error))
         return False
 
-    def _finish(self, fd: int, sock: socket.socket, hello: Hello) -> None:
+    def _finish(self, fd: int, entry: "_HalfOpen", hello: Hello) -> None:
+        sock, handshake = entry.sock, entry.handshake
+        named = self._tls is not None and self._tls.named and isinstance(sock, ssl.SSLSocket)
+        if named and isinstance(sock, ssl.SSLSocket):
+            check_name(sock, hello.name)
         lane_socket = None
         if hello.shared_memory:
             try:
@@ -244,16 +329,16 @@ class Acceptor:
                 sock.settimeout(1.0)
                 lane_socket = receive_lane(sock)
         try:
-            welcome = self._admit(hello)
-            sock.send(ListenerHandshake.welcome(welcome))
+            welcome = self._admit(hello, Caller(entry.process, sock if isinstance(sock, ssl.SSLSocket) else None))
+            sock.send(handshake.welcome(welcome))
         except BaseException:
             if lane_socket is not None:
                 lane_socket.close()
             raise
         self._half_open.pop(fd, None)
         self._crew.forget(fd)
-        kind = UNIX if sock.family == socket.AF_UNIX else "tcp"
-        stream = SocketStream(sock, kind, _lane(lane_socket, welcome.shared_memory))
+        kind = UNIX if sock.family == socket.AF_UNIX else TCP
+        stream = _stream(sock, kind, _lane(lane_socket, welcome.shared_memory))
         connection = Connection(stream, max_frame=self._options.max_message_bytes)
         connection.peer, connection.peer_takes = f"worker {hello.name!r}", hello.takes_bytes
         self._admitted(hello, welcome, connection)
@@ -262,7 +347,7 @@ class Acceptor:
         entry = self._half_open.pop(fd, None)
         if entry is None:
             return
-        log.warning("refused a connection: %s", why)
+        self._warnings.warning("refused a connection: %s", why)
         self._crew.forget(fd)
         entry.sock.close()
 

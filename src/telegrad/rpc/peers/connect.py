@@ -4,17 +4,19 @@ Both sides say who they are, which incarnation they mean, and what they can take
 in `dialling.py`; here is what is said, and how long a worker that does not answer is dialled.
 """
 
+import hmac
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from telegrad.errors import AuthenticationError, ProtocolError, WorkerDied
-from telegrad.rpc.peers.accept import Acceptor, dial, main_fingerprint
+from telegrad.rpc.peers.accept import Acceptor, Caller, dial, main_fingerprint
 from telegrad.rpc.peers.liveness import REDIAL_SECONDS
 from telegrad.rpc.workers import Member
-from telegrad.transport.addresses import Listeners
+from telegrad.transport.addresses import Listeners, host_identity
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello, Refused, Welcome
+from telegrad.transport.tls import TlsEnds
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -23,14 +25,15 @@ if TYPE_CHECKING:
 class Connector:
     """Dials other workers for one agent, and admits those that dial it."""
 
-    def __init__(self, agent: "Agent", secret: bytes, listeners: Listeners) -> None:
+    def __init__(self, agent: "Agent", secret: bytes, listeners: Listeners, tls: TlsEnds | None = None) -> None:
         self._agent = agent
         self.secret = secret
+        self._tls = tls
         # What is done to each connection this worker dials; tests put faults there.
         self.fit_out: Callable[[Connection], Connection] = lambda connection: connection
         self._main = main_fingerprint()
         self._acceptor = Acceptor(
-            listeners, secret, agent.options, agent.io_threads, agent.timer, self._admit, self._admitted
+            listeners, secret, agent.options, agent.io_threads, agent.timer, self._admit, self._admitted, tls
         )
 
     def open(self) -> None:
@@ -42,7 +45,7 @@ class Connector:
         self._acceptor.close()
 
     def dial(
-        self, member: Member, number: int, on_blocked: Callable[[], None], deadline: float
+        self, member: Member, number: int, ticket: bytes, on_blocked: Callable[[], None], deadline: float
     ) -> tuple[Connection, bool]:
         """A new connection for a link, and whether functions of `__main__` must be sent whole over it.
 
@@ -57,12 +60,14 @@ class Connector:
             agent.options.shared_memory,
             self._main,
             agent.options.max_message_bytes,
+            ticket,
         )
         last_try = time.monotonic() + agent.options.connect_timeout
         while True:
             limit = min(deadline, last_try, time.monotonic() + agent.liveness.patience)
             try:
-                connection, welcome = dial(member, hello, self._secret_of(member), agent.options, limit, on_blocked)
+                secret = self._secret_of(member)
+                connection, welcome = dial(member, hello, secret, agent.options, limit, on_blocked, self._tls)
             except Refused as error:
                 raise agent.liveness.unreachable(member, error) from error
             except (AuthenticationError, ProtocolError) as error:
@@ -80,13 +85,13 @@ class Connector:
                 return self.fit_out(connection), welcome.main_module != self._main
 
     def _secret_of(self, member: Member) -> bytes:
-        """The job's secret; where none was given, the one that the worker has published where all meet."""
-        return self.secret if self._agent.options.secret is not None else member.secret or self.secret
+        """The job's secret; in an insecure job, the one that the worker has published where all meet."""
+        return member.secret if self._agent.member.secret and member.secret else self.secret
 
-    def _admit(self, hello: Hello) -> Welcome:
+    def _admit(self, hello: Hello, caller: Caller) -> Welcome:
         """Whether a caller that proved itself is welcome, and as what."""
         agent, me = self._agent, self._agent.member
-        if hello.wanted_incarnation not in (0, me.incarnation):
+        if hello.wanted_incarnation != me.incarnation:
             raise AuthenticationError(
                 f"worker {me.name!r} was started again (its incarnation is {me.incarnation}, "
                 f"not {hello.wanted_incarnation})"
@@ -102,12 +107,18 @@ class Connector:
         known = agent.directory.by_id(hello.worker_id)
         if known is None or known.incarnation != hello.incarnation:
             agent.peers.look_for_news()  # it was started, or started again, since the last look
+            known = agent.directory.by_id(hello.worker_id)
+        if known is not None and known.incarnation == hello.incarnation:
+            _check_identity(known, hello, caller)
+        served = agent.peers.session_for(hello)
+        if served is not None and not hmac.compare_digest(served.ticket, hello.ticket):
+            raise AuthenticationError(f"link {hello.link} of worker {hello.name!r} is another's")
         shared = hello.shared_memory and agent.options.shared_memory
         return Welcome(
             me.worker_id,
             me.name,
             me.incarnation,
-            agent.peers.knows(hello),
+            served is not None,
             shared,
             self._main,
             agent.options.max_message_bytes,
@@ -115,3 +126,14 @@ class Connector:
 
     def _admitted(self, hello: Hello, welcome: Welcome, connection: Connection) -> None:
         self._agent.peers.serve(hello, connection, hello.main_module != self._main)
+
+
+def _check_identity(known: Member, hello: Hello, caller: Caller) -> None:
+    """Raise if a caller is not the worker that it says it is: the secret alone proves no more than membership."""
+    if known.name != hello.name:
+        raise AuthenticationError(f"worker {hello.worker_id} is {known.name!r}, not {hello.name!r}")
+    process = caller.process
+    if process is not None and known.pid and known.host == host_identity() and process.pid != known.pid:
+        raise AuthenticationError(
+            f"process {process.pid} says that it is worker {known.name!r}, which is process {known.pid}"
+        )

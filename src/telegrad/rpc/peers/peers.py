@@ -155,9 +155,9 @@ class Peers:
         with self._lock:
             return list(self._sessions.values())
 
-    def knows(self, hello: Hello) -> bool:
-        """Whether there is a session for the link that a caller dials for."""
-        return _key(hello) in self._sessions
+    def session_for(self, hello: Hello) -> Session | None:
+        """The session of the link that a caller dials for, if it has dialled before."""
+        return self._sessions.get(_key(hello))
 
     def serve(self, hello: Hello, connection: Connection, main_by_value: bool) -> None:
         """Serve what a caller that was let in asks over a connection, its first or the next."""
@@ -170,7 +170,8 @@ class Peers:
                 known = self._directory.by_id(hello.worker_id)
                 if known is None or known.incarnation != hello.incarnation:
                     known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
-                session = self._sessions[_key(hello)] = Session(self._agent, known, main_by_value, hello.link)
+                session = Session(self._agent, known, main_by_value, hello.link, hello.ticket)
+                self._sessions[_key(hello)] = session
         session.attach(connection)
 
     # --- who is gone ---

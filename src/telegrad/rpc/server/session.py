@@ -60,8 +60,11 @@ class Definition:
 class Session:
     """Requests of one incarnation of one worker, over one of its links."""
 
-    def __init__(self, agent: "Agent", member: "Member", main_by_value: bool, number: int = 0) -> None:
+    def __init__(
+        self, agent: "Agent", member: "Member", main_by_value: bool, number: int = 0, ticket: bytes = b""
+    ) -> None:
         self.agent = agent
+        self.ticket = ticket  # whoever goes on with this session over another connection must show it
         self.member = member
         self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value

@@ -1,0 +1,235 @@
+"""One worker's graph: what lies between its Sends and its Recvs and leaves, and the three ways to run a part of it.
+
+Equal to one process means: each node runs once, with the sum of all that reaches it, and so does each hook.
+
+- The last batch, usually the only one, is a plain `torch.autograd.backward`, with `.grad` of the leaves put aside.
+- A closed batch before that asks `torch.autograd.grad` for the leaves; what it finds is kept for the last batch.
+- A cut batch (`cut.py`) ends before the engine visits a node outside it. Post-hooks on the nodes that lead out collect
+  what leaves; it enters as roots when its region runs. Not by asking the engine for those edges: it would run every
+  node on the way to them, and a node visited without a gradient still fires its hooks.
+
+Every call of torch's engine is made by `Graph._call`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from telegrad.autograd.functions import ANCHOR, Gradients, Taker, running_in, taker
+from telegrad.cuda import order
+from telegrad.engine.cut import cut_before
+from telegrad.engine.leaves import LeafSums, claimed, grads_aside, hooks_held, may_share, shared_held
+from telegrad.engine.regions import Edges
+
+Root = tuple[GradientEdge, Tensor | None]  # None: visited, but with no gradient
+
+_ANCHOR = ANCHOR.node
+_NOTHING_BUT_RECVS = (ANCHOR,)
+_LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+class Graph:
+    """All nodes that a worker's Sends reach. Only the thread that runs the pass uses it."""
+
+    __slots__ = ("_nones", "_retain_graph", "_sums", "_taker", "edges", "gradients", "leaves", "parts")
+
+    def __init__(self, entries: Iterable[Sequence[GradientEdge]], taker: Taker, retain_graph: bool) -> None:
+        """Walk it from the `entries`, those of each Send. Engine calls give the gradients of Recvs to `taker`."""
+        self._taker = taker
+        self._retain_graph = retain_graph
+        self._sums: LeafSums | None = None  # what closed and cut batches found for leaves
+        self._nones = False  # whether a node handed None across a cut
+        self.gradients: dict[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
+        self.leaves: dict[Node, Tensor] = {}
+        self.edges: dict[Node, Edges[Node]] = {}
+        # The nodes that each Send reaches, leaves aside; None if two Sends reach the same one.
+        self.parts: list[list[Node]] | None = []
+        self._walk(entries)
+
+    def _walk(self, entries: Iterable[Sequence[GradientEdge]]) -> None:
+        edges = self.edges
+        parts: list[list[Node]] = []
+        apart = True
+        for starts in entries:
+            found: dict[Node, None] = {}
+            stack = [start[0] for start in starts]
+            while stack:
+                node = stack.pop()
+                if node in found:
+                    continue
+                if node in edges:  # a leaf, or another Send was here
+                    apart = apart and not edges[node]
+                elif following := node.next_functions:
+                    found[node] = None
+                    edges[node] = following
+                    stack += [child for child, _ in following if child is not None]
+                else:
+                    edges[node] = ()
+                    if node is not _ANCHOR and (leaf := getattr(node, "variable", None)) is not None:
+                        self.leaves[node] = leaf
+            parts.append(list(found))
+        self.parts = parts if apart else None
+
+    def run_last(self, roots: list[Root]) -> None:
+        """Everything left, leaves included. If another pass has some of the leaves, run the rest before waiting."""
+        if not self.leaves:
+            if roots:
+                self._call(roots, (), accumulate=True)
+            return
+        variables = list(self.leaves.values())
+        with claimed(variables, wait=False) as free:
+            if free:
+                self._run_with_leaves(roots, variables)
+                return
+        straight = [root for root in roots if root[0].node in self.leaves]
+        self.run_closed(self.edges, [root for root in roots if root[0].node not in self.leaves])
+        with claimed(variables):
+            self._run_with_leaves(straight, variables)
+
+    def _run_with_leaves(self, roots: list[Root], variables: list[Tensor]) -> None:
+        self._hand_over_large(roots)
+        if self._sums:
+            roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
+        if not roots:
+            return
+        shared = may_share(self.edges, self.leaves) if len(variables) > 1 else ()
+        if not shared:
+            with grads_aside(variables) as self.gradients:
+                self._call(roots, (), accumulate=True)
+            return
+        with grads_aside(variables) as self.gradients, shared_held(shared):
+            self._call(roots, (), accumulate=True)
+
+    def _hand_over_large(self, roots: list[Root]) -> None:
+        """Turn large gradients that enter at a leaf into sums. A leaf copies what it is given unless nobody else holds
+        it, and nobody holds a sum when it is handed on. `roots` itself is emptied of them, so that it holds none."""
+        for position in range(len(roots) - 1, -1, -1):
+            edge, gradient = roots[position]
+            if gradient is None or edge[0] not in self.leaves:
+                continue
+            if gradient.layout is torch.strided and gradient.nbytes >= _LARGE:
+                del roots[position]
+                self._add(edge[0], gradient)
+
+    def run_closed(self, nodes: Iterable[Node], roots: list[Root]) -> None:
+        """Nodes that lead to nothing but each other and leaves; what arrives at the leaves is added to their sums."""
+        if not roots:
+            return
+        below: dict[Node, None] = {}
+        if self.leaves:
+            below = {child: None for node in nodes for child, _ in self.edges[node] if child in self.leaves}
+        found = self._ask(list(below), roots)
+        visited: Mapping[Node, object] | None = None
+        for leaf, part in zip(below, found, strict=True):
+            if part is None and visited is None:
+                visited = reached_from(roots)
+            if part is not None or (visited is not None and leaf in visited):
+                self._add(leaf, part)
+
+    def run_cut(self, nodes: Sequence[Node], roots: list[Root]) -> list[Root]:
+        """Nodes that lead to others that must wait. Returns what leaves, as roots of those; leaves are summed."""
+        collected: list[Root] = []
+        if not roots:
+            return collected
+        inside = {*nodes, _ANCHOR, None}
+        beyond = {node: {child for child, _ in self.edges[node]} - inside for node in nodes}
+        leaving = [node for node, children in beyond.items() if children]
+        outside = {child for children in beyond.values() for child in children if child and child not in self.leaves}
+        handles = [node.register_hook(partial(self._collect, collected, node, inside)) for node in leaving]
+        try:
+            with claimed([*nodes, *outside]), cut_before(outside, nodes) as stop:
+                self._ask(list(self.leaves), [*roots, (stop, torch.empty(0))])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return collected
+
+    def _collect(
+        self, collected: list[Root], node: Node, inside: set[Node | None], leaving: Gradients, _: object
+    ) -> None:
+        """The post-hook of a node that leads out of a cut batch: keep what the engine will not take there."""
+        if taker() != self._taker:
+            return  # another engine call over the same graph: of another pass, or a user's own
+        if order.active:
+            with order.back_on_lane(leaving):  # a node runs on the streams of its forward
+                self._keep(collected, node, inside, leaving)
+        else:
+            self._keep(collected, node, inside, leaving)
+
+    def _keep(self, collected: list[Root], node: Node, inside: set[Node | None], leaving: Gradients) -> None:
+        for (child, position), gradient in zip(self.edges[node], leaving, strict=True):
+            if child is None or child in inside:
+                continue
+            if child in self.leaves:
+                self._add(child, gradient)
+            else:
+                self._nones |= gradient is None
+                collected.append((GradientEdge(child, position), gradient))
+
+    def _add(self, leaf: Node, part: Tensor | None) -> None:
+        if self._sums is None:
+            self._sums = LeafSums()
+        self._sums.add(leaf, part)
+
+    def _ask(self, leaves: Sequence[Node], roots: list[Root]) -> tuple[Tensor | None, ...]:
+        """One engine call from `roots` that writes to no leaf and returns what arrived at each. Recvs run."""
+        if not leaves:
+            self._call(roots, _NOTHING_BUT_RECVS, accumulate=False)
+            return ()
+        wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR)
+        first = {edge.node for edge, _ in roots}
+        with hooks_held([self.leaves[leaf] for leaf in leaves], first):
+            return self._call(roots, wanted, accumulate=False)[:-1]
+
+    def _call(
+        self, roots: list[Root], wanted: tuple[GradientEdge, ...], *, accumulate: bool
+    ) -> tuple[Tensor | None, ...]:
+        """One call of torch's engine. Not through `torch.autograd.backward` and `grad`: their checks of shapes and
+        dtypes were made when the gradients came, and cost as much as a small graph takes to run."""
+        with _entering(roots) if self._nones else nullcontext(roots) as entering, running_in(self._taker):
+            edges, gradients = zip(*entering, strict=True)
+            return _run_backward(edges, gradients, self._retain_graph, False, wanted, True, accumulate)
+
+
+def reached_from(roots: Iterable[Root]) -> dict[Node, None]:
+    """All nodes that an engine call from `roots` would visit."""
+    found: dict[Node, None] = {}
+    stack = [edge[0] for edge, _ in roots]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found[node] = None
+            stack += [child for child, _ in node.next_functions if child is not None]
+    return found
+
+
+@contextmanager
+def _entering(roots: Sequence[Root]) -> Iterator[list[Root]]:
+    """The roots as an engine call takes them.
+
+    It takes no root without a gradient, but where a node handed None across a cut, one process would visit the next
+    node all the same. So a None enters as zeros, and a pre-hook of the node it enters at makes them None again, unless
+    a gradient from elsewhere was added to them.
+    """
+    entering = [root for root in roots if root[1] is not None]
+    handles = []
+    for edge, gradient in roots if len(entering) < len(roots) else ():
+        if gradient is None and all(edge[:2] != other[:2] for other, _ in entering):
+            meta = edge.node._input_metadata[edge.output_nr]
+            zeros = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+            handles.append(edge.node.register_prehook(partial(_empty_again, zeros)))
+            entering.append((edge, zeros))
+    try:
+        yield entering
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _empty_again(zeros: Tensor, gradients: Gradients) -> Gradients:
+    return tuple([None if gradient is zeros else gradient for gradient in gradients])

@@ -1,0 +1,199 @@
+"""The part of the worker that called `backward`: it asks the others, waits for them, and gives up for all.
+
+Each is asked by a request whose reply says that it is done, names participants the root did not know, or carries the
+error that ended the pass there. The first error ends the pass everywhere.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.functions import Gradients
+from telegrad.engine.passes import Pass
+from telegrad.errors import AutogradError, RpcTimeout, TelegradError
+from telegrad.ids import PassId, WorkerId
+from telegrad.rpc.client.pending import FOREVER, Slot
+from telegrad.rpc.threads.wakeup import Wakeup
+from telegrad.rpc.threads.yield_turn import blocking
+from telegrad.rpc.workers import Member
+from telegrad.wire.codec import Packed
+from telegrad.wire.messages import AnyMessage, BeginPass, PassDone
+
+if TYPE_CHECKING:
+    from telegrad.engine.service import Service
+
+_LONG = 3600.0
+
+
+class RootPass(Pass):
+    """A backward pass on the worker that began it."""
+
+    complete = False  # all are done: nothing can fail any more
+    _open = 0  # requests without an answer
+    _attended: Slot | None = None  # the one whose answer the root is waiting for in person
+    _waiting = False
+    _told_of_error = False
+
+    def __init__(
+        self, service: "Service", context: Context, pass_id: PassId, retain_graph: bool, timeout: float
+    ) -> None:
+        super().__init__(service, context, pass_id, service.here, retain_graph, ())
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout if timeout else FOREVER
+        self._asked: list[Slot] = []
+        self._named: set[WorkerId] = set()  # participants that others told of
+        self._news = Wakeup()  # set for the root, when something was settled
+
+    def _is_nearly_done(self, gradients: Gradients | None) -> bool:
+        return False  # it has nobody to answer: gradients for its own Sends, of calls to itself, are told like others
+
+    # --- asking, and what comes back ---
+
+    def ask(self, member: Member, message: AnyMessage, packed: Packed) -> None:
+        """Send a request that is answered when `member` is done."""
+        with self._lock:
+            self._open += 1
+        try:
+            slot = self.service.agent.send(
+                member, message, packed, timeout=0.0, what=self.what, complete=self._answered, attended=True
+            )
+        except BaseException:
+            with self._lock:
+                self._open -= 1
+            raise
+        # First those that may answer with gradients, so that the root takes these in person.
+        self._asked.insert(len(self._asked) if type(message) is BeginPass else 0, slot)
+        if self._waiting:  # the root will not come for this reply in person
+            slot.link.look_out()
+
+    def _answered(self, slot: Slot) -> None:
+        """An answer came, or will not: called by the thread that reads, for all who wait for a reply of that worker.
+
+        With gradients hooks of the user may run, which may wait for a reply themselves: never in this thread."""
+        if slot.frame is not None and type(slot.frame.message) is PassDone and slot.frame.message.gradients:
+            if slot is not self._attended:
+                self.service.agent.io_threads.submit(lambda: self._take_answer(slot))
+        else:
+            self._take_answer(slot)
+
+    def _take_answer(self, slot: Slot) -> None:
+        with self._lock:
+            if slot.complete is None:
+                return  # another thread was first
+            slot.complete = None  # it knows this pass, and the pass knows it: they would keep each other alive
+        agent = self.service.agent
+        unanswered = slot.error is not None
+        try:
+            reply = agent.reply_frame(slot).message
+            if type(reply) is PassDone:
+                self._named.update(reply.participants)
+                if reply.gradients:
+                    self._hear_with_answer(slot.link.member, reply, agent.reply_tensors(slot))
+        except RpcTimeout as error:  # of this request, or one that the worker's own pass met
+            self.fail(self._too_late(slot) if unanswered else error)
+        except BaseException as error:
+            self.fail(error)
+        with self._lock:
+            self._open -= 1
+        self._news.set()
+
+    def _hear_with_answer(self, sender: Member, reply: PassDone, tensors: list[Tensor]) -> None:
+        """Gradients that came with an answer, for Sends of this worker."""
+        if sum([sum(present) for _, present in reply.gradients]) != len(tensors):
+            raise AutogradError(f"{len(tensors)} gradients came with an answer that names others: {reply.gradients}")
+        tensors.reverse()
+        for message_id, present in reply.gradients:
+            # Taken out: a leaf keeps a gradient without a copy if nobody else holds it.
+            gradients = [tensors.pop() if there else None for there in present] if present else None
+            if not self.finished:  # else it was given up
+                self.service.check(self.context, message_id, sender.worker_id, gradients)
+                self.hear_and_run(message_id, gradients)
+
+    # --- waiting ---
+
+    def wait(self) -> None:
+        """Return when all are done; raise the error that ended the pass, or RpcTimeout."""
+        self._waiting = True
+        try:
+            while True:
+                self._await_replies()
+                while (self._open or not self._ended) and self.error is None:
+                    self._sleep()
+                newcomers = self._named - self.known
+                if self.error is not None or not newcomers:
+                    break
+                self.known |= newcomers
+                for worker in newcomers:
+                    self.service.invite(self, worker)
+        except BaseException as error:
+            self.fail(error)
+        self._asked.clear()
+        with self._lock:
+            self.complete = self.error is None
+        if self.error is not None:
+            self._tell_all()
+            raise self.error
+
+    def _await_replies(self) -> None:
+        """Read replies in this thread, link by link, while the I/O threads look after the other links."""
+        waiting = [slot for slot in self._asked if not slot.done]
+        for slot in waiting[1:]:
+            slot.link.look_out()
+        for slot in waiting:
+            if self.error is not None:
+                return
+            slot.deadline = self._deadline
+            self._attended = slot
+            slot.wait()
+            self._take_answer(slot)
+
+    def _sleep(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self._too_late()
+        with blocking():
+            self._news.wait(min(left, _LONG))
+
+    def _too_late(self, *expired: Slot) -> RpcTimeout:
+        slots = [*expired, *[slot for slot in self._asked if slot.complete is not None]]
+        late = sorted({slot.link.member.name for slot in slots})
+        return RpcTimeout(
+            f"RPC ran for more than set timeout ({round(self._timeout * 1000)} ms): the backward pass is not complete. "
+            f"Workers {late or 'none'} have not finished their part; this worker waits for "
+            f"{self.waiting_for() or 'nothing'}. Pass a longer `timeout` to backward if they need it"
+        )
+
+    # --- ending ---
+
+    def _end(self) -> None:
+        super()._end()
+        self._news.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Give up, also if this worker's own part is done. The first error ends the pass everywhere, now: the root may
+        be waiting for one that waits in vain."""
+        with self._lock:
+            if self.error is not None or self.complete:
+                return
+            self.finished = True
+            self.error = error
+        self._given_up(error)
+        self.service.agent.io_threads.submit(self._tell_all)
+
+    def _tell_all(self) -> None:
+        """Tell all participants of the error, once."""
+        with self._lock:
+            error, told, self._told_of_error = self.error, self._told_of_error, True
+        if told or error is None:
+            return
+        agent = self.service.agent
+        message = self.service.abort_message(self, error)
+        for worker in (self.context.participants | self.known | self._named) - {self.service.here}:
+            member = agent.directory.by_id(worker)
+            if member is not None and not agent.is_dead(member):
+                try:
+                    agent.notify(member, message)
+                except TelegradError:
+                    continue  # it will learn of the end of the context by other means
