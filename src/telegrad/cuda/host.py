@@ -8,46 +8,65 @@ buffers, so that the next chunk is on its way while one is being written.
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections.abc import Iterator
-from typing import Any
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 
+from telegrad.cuda.order import current_stream
 from telegrad.cuda.runtime import CudaError, runtime
+
+log = logging.getLogger("telegrad.cuda")
 
 CHUNK = 4 * 2**20
 _AHEAD = 3  # chunks on their way while one is being written
 _PIN_FROM = 2**20  # bytes; pinning less costs more than it saves
 
-_pinned: dict[int, int] = {}  # mappings that are pinned, by address: their size
+_pinning = threading.Lock()
 
 
-def pin(mapping: Any) -> None:
-    """Pin mapped memory, an object with `address` and `size`, for as long as it lives. Does nothing if it cannot be."""
-    address, size = mapping.address, mapping.size
-    if size < _PIN_FROM or address in _pinned:
-        return
-    try:
-        runtime().pin(address, size)
-    except CudaError:  # no more memory may be pinned: copies are slower, and that is all
-        return
-    _pinned[address] = size
-    # Called before the mapping's own finalizer, which was registered earlier: unpinned, then unmapped.
-    weakref.finalize(mapping, _unpin, address).atexit = False
+class Mapped(Protocol):
+    """Memory that is mapped into this process."""
+
+    address: int
+    size: int
+    seen_at: int  # where the GPU sees it, if it is pinned
+
+    def before_unmapping(self, act: Callable[[int], None]) -> None:
+        """Call `act` with the address when nobody refers to it any more, before it is unmapped."""
+
+
+def pinned(mapping: Mapped) -> int:
+    """Pin mapped memory for as long as it lives; where the GPU sees it. CudaError if it cannot be."""
+    with _pinning:
+        if not mapping.seen_at:
+            runtime().pin(mapping.address, mapping.size)
+            mapping.seen_at = runtime().seen_by_device(mapping.address)
+            mapping.before_unmapping(_unpin)
+        return mapping.seen_at
 
 
 def _unpin(address: int) -> None:
-    _pinned.pop(address, None)
     try:
         runtime().unpin(address)
-    except CudaError:
-        pass  # the process is ending
+    except CudaError as error:
+        log.debug("host memory could not be unpinned: %s", error)
+
+
+def pin_large(mapping: Mapped) -> None:
+    """Pin mapped memory if that pays. If it cannot be, copies are slower, and that is all."""
+    if mapping.size >= _PIN_FROM and not mapping.seen_at:
+        try:
+            pinned(mapping)
+        except CudaError as error:
+            log.debug("host memory could not be pinned: %s", error)
 
 
 def to_host(target: int, source: int, nbytes: int, device: int) -> None:
     """Copy from the GPU, after what is on the current stream; returns when the bytes are there."""
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = current_stream(device)
     runtime().copy(target, source, nbytes, stream)
     runtime().synchronize(stream)
 
@@ -67,9 +86,9 @@ def to_device(buffer: Any, device: torch.device) -> torch.UntypedStorage:
     if len(view):
         mapping = getattr(view.obj, "mapping", None)
         if mapping is not None:
-            pin(mapping)
+            pin_large(mapping)
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = current_stream(device.index or 0)
         runtime().copy(storage.data_ptr(), address, len(view), stream)
         runtime().synchronize(stream)
     return storage

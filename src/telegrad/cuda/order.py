@@ -16,9 +16,10 @@ share a process share its streams. `_lock` guards the lists; the streams of one 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def take() -> Lane:
             _lanes.append(lane)
         lane.ended = False
     for stream in lane.streams():
-        default = torch.cuda.default_stream(stream.device)
+        default = _default_stream(stream.device_index)
         if not default.query():
             stream.wait_stream(default)
     _follow(lane.stream)
@@ -120,9 +121,9 @@ def _follow(stream_on: Callable[[int], torch.cuda.Stream]) -> None:
     for lane, uses in ended:
         unfinished = False
         for theirs in lane.streams():
-            ours = stream_on(theirs.device.index)
             if not theirs.query():
                 unfinished = True
+                ours = stream_on(theirs.device_index)
                 if ours != theirs:
                     ours.wait_stream(theirs)
         if not unfinished:
@@ -150,10 +151,10 @@ class on:  # noqa: N801 - used like a function; a class, because each request en
 
     def __enter__(self) -> None:
         streams = self._lane.streams()
-        self._before = [torch.cuda.current_stream(stream.device) for stream in streams]
+        self._before = [_current(stream.device_index) for stream in streams]
         self._outer, _local.lane = _local.lane, self._lane
         if streams:
-            _set_current(streams)
+            _set_current([(stream.stream_id, stream.device_index, stream.device_type) for stream in streams])
 
     def __exit__(self, *_: object) -> None:
         _local.lane = self._outer
@@ -161,12 +162,31 @@ class on:  # noqa: N801 - used like a function; a class, because each request en
             _set_current(self._before)
 
 
-def _set_current(streams: list[torch.cuda.Stream]) -> None:
-    device = torch.cuda.current_device()
-    for stream in streams:
-        torch.cuda.set_stream(stream)  # makes its device the current one, too
-    if streams[-1].device.index != device:
+# Past torch's objects for streams, which cost more than what is done with them here. These names exist only in a torch
+# that was built for CUDA.
+_Raw: TypeAlias = tuple[int, int, int]  # a stream's id, its device, the kind of device
+
+
+def _current(device: int) -> _Raw:
+    return torch._C._cuda_getCurrentStream(device)
+
+
+def current_stream(device: int) -> int:
+    """The current stream of this thread on a device, as the CUDA runtime knows it."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def _set_current(streams: list[_Raw]) -> None:
+    device = torch.cuda.current_device() if len(_devices) > 1 else streams[0][1]
+    for stream_id, index, kind in streams:
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
+    if streams[-1][1] != device:  # setting a stream makes its device the current one
         torch.cuda.set_device(device)
+
+
+@functools.cache
+def _default_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.default_stream(device)
 
 
 def run(function: Callable[[A], Any], argument: A) -> None:

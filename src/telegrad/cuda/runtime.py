@@ -1,8 +1,8 @@
-"""The few calls of the CUDA runtime that torch does not offer, on the library torch itself has loaded.
+"""The few calls of CUDA that torch does not offer, on the libraries torch itself has loaded.
 
-Memory and events that another process can open (CUDA IPC), copies that need no tensors, and pinning of memory that is
-mapped already. Pointers, events and streams are plain integers here. Every call checks what it returns, and clears the
-error: the runtime would report it again to whoever asks next, which is torch.
+Memory that another process can open (CUDA IPC), copies that need no tensors, pinning of memory that is mapped already,
+and streams that wait for a number in memory. Pointers and streams are plain integers here. Every call checks what it
+returns, and clears the error: the runtime would report it again to whoever asks next, which is torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-HANDLE_BYTES = 64  # of an exported piece of memory, and of an exported event
-_SUCCESS, _NOT_READY = 0, 600
+HANDLE_BYTES = 64  # of an exported piece of memory
+_SUCCESS, _NO_CONTEXT = 0, 201
 _DEFAULT_DIRECTION = 4  # the runtime knows where an address lies
-_EVENT_FLAGS = 0x2 | 0x4  # without a time, and for other processes
+_FOR_ALL_DEVICES, _MAPPED = 0x1, 0x2
+_AT_LEAST = 0  # a stream waits until the number is that large, counted in a circle of 32 bits
 _PEER_ACCESS = 1  # opened memory of another GPU is made reachable, where that is possible
 
 
@@ -37,17 +38,11 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cudaIpcGetMemHandle": (ctypes.POINTER(_Handle), _POINTER),
     "cudaIpcOpenMemHandle": (ctypes.POINTER(_POINTER), _Handle, ctypes.c_uint),
     "cudaIpcCloseMemHandle": (_POINTER,),
-    "cudaIpcGetEventHandle": (ctypes.POINTER(_Handle), _POINTER),
-    "cudaIpcOpenEventHandle": (ctypes.POINTER(_POINTER), _Handle),
-    "cudaEventCreateWithFlags": (ctypes.POINTER(_POINTER), ctypes.c_uint),
-    "cudaEventDestroy": (_POINTER,),
-    "cudaEventRecord": (_POINTER, _POINTER),
-    "cudaEventQuery": (_POINTER,),
-    "cudaStreamWaitEvent": (_POINTER, _POINTER, ctypes.c_uint),
-    "cudaStreamQuery": (_POINTER,),
     "cudaStreamSynchronize": (_POINTER,),
     "cudaHostRegister": (_POINTER, ctypes.c_size_t, ctypes.c_uint),
     "cudaHostUnregister": (_POINTER,),
+    "cudaHostGetDevicePointer": (ctypes.POINTER(_POINTER), _POINTER, ctypes.c_uint),
+    "cudaMemset": (_POINTER, ctypes.c_int, ctypes.c_size_t),
     "cudaGetLastError": (),
 }
 
@@ -69,8 +64,9 @@ class Runtime:
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         # Bound, since each message makes some of these.
         self._copy = self._library.cudaMemcpyAsync
-        self._record = self._library.cudaEventRecord
-        self._wait = self._library.cudaStreamWaitEvent
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._write_value = _stream_function(driver, "cuStreamWriteValue32")
+        self._wait_value = _stream_function(driver, "cuStreamWaitValue32")
 
     def _check(self, code: int, what: str) -> None:
         if code != _SUCCESS:
@@ -121,67 +117,52 @@ class Runtime:
 
     def pin(self, address: int, nbytes: int) -> None:
         """Let the GPU copy to and from this host memory directly."""
-        self._check(self._library.cudaHostRegister(address, nbytes, 0), f"pinning {nbytes} bytes")
+        flags = _FOR_ALL_DEVICES | _MAPPED
+        self._check(self._library.cudaHostRegister(address, nbytes, flags), f"pinning {nbytes} bytes")
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
         self._check(self._library.cudaHostUnregister(address), "unpinning memory")
 
-    # --- events and streams ---
+    def seen_by_device(self, address: int) -> int:
+        """The address under which the GPU sees pinned memory."""
+        pointer = _POINTER()
+        code = self._library.cudaHostGetDevicePointer(ctypes.byref(pointer), address, 0)
+        self._check(code, "asking where the GPU sees host memory")
+        return int(pointer.value or 0)
 
-    def make_event(self) -> int:
-        """An event of the current device that can be exported."""
-        event = _POINTER()
-        self._check(self._library.cudaEventCreateWithFlags(ctypes.byref(event), _EVENT_FLAGS), "making an event")
-        return int(event.value or 0)
+    def fill(self, address: int, byte: int, nbytes: int) -> None:
+        """Set device memory, at once."""
+        self._check(self._library.cudaMemset(address, byte, nbytes), f"setting {nbytes} bytes")
 
-    def export_event(self, event: int) -> bytes:
-        """What another process opens this event with."""
-        handle = _Handle()
-        self._check(self._library.cudaIpcGetEventHandle(ctypes.byref(handle), event), "exporting an event")
-        return bytes(handle)
+    # --- streams ---
 
-    def open_event(self, handle: bytes) -> int:
-        """An event of another process. Both sides may record it, and wait for it."""
-        event = _POINTER()
-        code = self._library.cudaIpcOpenEventHandle(ctypes.byref(event), _Handle.from_buffer_copy(handle))
-        self._check(code, "opening an event of another process")
-        return int(event.value or 0)
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """Once all that is on the stream now is done and can be seen, write a number to memory that the GPU sees."""
+        self._on_stream(self._write_value, stream, address, value)
 
-    def destroy_event(self, event: int) -> None:
-        """Let go of an event, made here or opened."""
-        self._check(self._library.cudaEventDestroy(event), "destroying an event")
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        """What comes on the stream from now on waits until the number there is that large. The caller does not."""
+        self._on_stream(self._wait_value, stream, address, value)
 
-    def record(self, event: int, stream: int) -> None:
-        """The event stands for everything on the stream so far."""
-        code = self._record(event, stream)
+    def _on_stream(self, function: Any, stream: int, address: int, value: int) -> None:
+        code = function(stream, address, value & 0xFFFFFFFF, _AT_LEAST)
+        if code == _NO_CONTEXT:  # the driver, unlike the runtime, does not look for one by itself
+            self._library.cudaFree(None)
+            code = function(stream, address, value & 0xFFFFFFFF, _AT_LEAST)
         if code:
-            self._check(code, "recording an event")
-
-    def wait(self, stream: int, event: int) -> None:
-        """What comes on the stream from now on waits for the event, as it was last recorded. The caller does not."""
-        code = self._wait(stream, event, 0)
-        if code:
-            self._check(code, "having a stream wait for an event")
-
-    def is_reached(self, event: int) -> bool:
-        """Whether all that the event stands for is done."""
-        return self._is_done(self._library.cudaEventQuery(event), "asking for an event")
-
-    def is_idle(self, stream: int) -> bool:
-        """Whether all work on a stream is done."""
-        return self._is_done(self._library.cudaStreamQuery(stream), "asking for a stream")
-
-    def _is_done(self, code: int, what: str) -> bool:
-        if code == _NOT_READY:
-            self._library.cudaGetLastError()
-            return False
-        self._check(code, what)
-        return True
+            self._check(code, "a stream and a number in memory")
 
     def synchronize(self, stream: int) -> None:
         """Return when all work on a stream is done. Other threads run meanwhile."""
         self._check(self._library.cudaStreamSynchronize(stream), "waiting for a stream")
+
+
+def _stream_function(driver: Any, name: str) -> Any:
+    function = getattr(driver, f"{name}_v2", None) or getattr(driver, name)
+    function.argtypes = (_POINTER, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    function.restype = ctypes.c_int
+    return function
 
 
 @functools.cache

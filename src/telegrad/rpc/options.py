@@ -131,7 +131,7 @@ class RpcBackendOptions:
         """Tensors on a key of `device_map` arrive at worker `to` on its value; may be called again to add more."""
         merged = dict(self.device_maps.get(to, {}))
         for key, value in device_map.items():
-            source, target = torch.device(key), torch.device(value)
+            source, target = _as_device(key), _as_device(value)
             if merged.get(source, target) != target:
                 raise ValueError(
                     f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target} and "
@@ -150,8 +150,13 @@ class RpcBackendOptions:
         self.devices = [_cuda_device(d) for d in devices]
 
 
+def _as_device(device: DeviceLike) -> torch.device:
+    """A number is that of a CUDA device, also where there is none: that is found out when all devices are known."""
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
 def _cuda_device(device: DeviceLike) -> torch.device:
-    result = torch.device(device)
+    result = _as_device(device)
     if result.type != "cuda":
         raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {result.type}.")
     return result

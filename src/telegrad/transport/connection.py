@@ -6,6 +6,7 @@ one copy by the sender, none by the receiver. CUDA tensors stay on the GPU where
 them.
 """
 
+import ctypes
 import functools
 import logging
 import os
@@ -20,7 +21,8 @@ from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks import Borrower, Heap, Lender
 from telegrad.transport.copying import Copier
 from telegrad.transport.device_channel import DEVICE_NOTICES, DeviceChannel, is_of_device
-from telegrad.transport.stream import Stream
+from telegrad.transport.device_flags import Page
+from telegrad.transport.stream import Stream, is_running
 from telegrad.wire.frames import INLINE, Frame, FrameReader, Kind, SegmentSpec, align, encode_prefix, returned
 from telegrad.wire.messages import AnyMessage, ReleaseBlocks, RetireBlocks
 from telegrad.wire.segments import HOST
@@ -273,8 +275,29 @@ class Connection:
         if self.devices is None:
             with _first_use:
                 if self.devices is None:
-                    self.devices = DeviceChannel(self._tell)
+                    self.devices = DeviceChannel(self._tell, self._lend_page, self._find_page, self._peer_is_gone)
         return self.devices
+
+    def _lend_page(self) -> Page:
+        """Host memory that the peer sees, too, for as long as the connection lasts."""
+        assert self._lender is not None and self.stream.lane is not None
+        block = self._lender.take(1)
+        if block.fd >= 0:
+            self.stream.lane.announce(block.number, block.size, block.fd)
+            block.close()
+        ctypes.memset(block.address, 0, block.size)
+        return Page(block.number, block.mapping)
+
+    def _find_page(self, number: int) -> Page:
+        """The same of the peer's; in the thread that reads."""
+        lane = self.stream.lane
+        assert lane is not None
+        while number not in self._borrower:
+            self._borrower.map(*self._announced_by(lane))
+        return Page(number, self._borrower.mapping_of(number))
+
+    def _peer_is_gone(self) -> bool:
+        return self.closed and not is_running(self.stream.peer_pid)
 
     def _tell(self, message: AnyMessage) -> None:
         """Have a notice written before anything that is sent from now on."""
@@ -302,7 +325,7 @@ class Connection:
                 table.append(at)
                 continue
             if segment.device != HOST:
-                host.pin(block.mapping)
+                host.pin_large(block.mapping)
                 host.to_host(block.address + offset, segment.address, segment.nbytes, segment.device)
             else:
                 self.copier.copy(block.address + offset, segment.address, segment.nbytes)

@@ -1,12 +1,13 @@
 """Blocks of device memory that tensors travel in between two workers on one host; `blocks.py` is the model.
 
-The sender copies tensors into a block it owns and has exported once, on its current stream, records the block's event
-there, and sends the message without waiting for the GPU. The receiver's stream waits for the event, copies the tensors
-out into memory of its own, records the event again, and the block goes back. Whoever uses the block next has its stream
-wait for the event first. So nobody waits for the GPU but the GPU, and one event orders a block in both directions.
+The sender copies tensors into a block it owns and has exported once, on its current stream, and sends the message
+without waiting for the GPU. The receiver's stream waits until the block is written, copies the tensors out into memory
+of its own, and the block goes back. Whoever writes to it next has its stream wait until it was read. So nobody waits
+for the GPU but the GPU. Each use of a block has a number; that it was written, and read, is a number in host memory
+that both processes share and both their GPUs see (`device_flags.py`).
 
 A received tensor is the receiver's own memory: it outlives the sender, and torch's allocator knows it. Why not an alias
-of the block, as in host memory, is in docs/decisions.
+of the block, as in host memory, and why not CUDA's events, is in docs/decisions.
 
 Small blocks share an allocation (a `Slab`), since CUDA gives out memory in pieces of 2 MB. Memory that a peer has open
 must not be freed: a slab is retired, the peer closes it and says so, and then it is freed. After a lost connection the
@@ -19,19 +20,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
+from telegrad.cuda import order
 from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks import MAX_BLOCK, block_size
+from telegrad.transport.device_flags import Flag, Flags, Promise, watch
 
 log = logging.getLogger("telegrad.transport")
 
-FIRST_NUMBER = 2**40  # blocks from here on are of device memory
+_FIRST_NUMBER = 2**40
+_USE_BITS = 20  # of the number of a use that a message carries; the rest follows from the one before
+_USES = 1 << _USE_BITS
+FIRST_NAME = _FIRST_NUMBER << _USE_BITS  # what messages call blocks of device memory begins here
 SLAB = 2 * 2**20
 _GRACE_SECONDS = 30.0  # after a lost connection, for a peer that may still be copying
 
@@ -99,28 +105,29 @@ class Slab:
     def free(self) -> None:
         """Give the memory back; nobody may have it open."""
         _exported.pop(self.handle, None)
-        for block in self.blocks:
-            _exported.pop(block.event_handle, None)
-            runtime().destroy_event(block.event)
         budget.free(self.device, self.address, self.size)
 
 
 class DeviceBlock:
-    """A part of a slab that one message at a time travels in, and its event."""
+    """A part of a slab that one message at a time travels in."""
 
-    __slots__ = ("address", "announced", "event", "event_handle", "idle_since", "number", "offset", "size", "slab")
+    __slots__ = ("address", "announced", "flag", "idle_since", "number", "offset", "size", "slab", "uses")
 
-    def __init__(self, slab: Slab, number: int, offset: int, size: int) -> None:
+    def __init__(self, slab: Slab, number: int, flag: Flag, offset: int, size: int) -> None:
         self.slab = slab
         self.number = number
+        self.flag = flag
         self.offset = offset
         self.size = size
         self.address = slab.address + offset
-        with torch.cuda.device(slab.device):
-            self.event = runtime().make_event()
-            self.event_handle = runtime().export_event(self.event)
+        self.uses = 0
         self.idle_since = 0.0
         self.announced = False
+
+    @property
+    def name(self) -> int:
+        """What a message calls this use of the block."""
+        return self.number << _USE_BITS | self.uses % _USES
 
 
 # What this process has exported itself, by handle: it cannot be opened where it comes from (a worker may call itself).
@@ -135,20 +142,23 @@ class Announcement(NamedTuple):
     gpu: str
     offset: int
     memory: bytes
-    event: bytes
+    flag: Flag
 
 
 class DeviceLender:
     """The sender's blocks for one peer: free, or lent with a message until the peer has copied it out."""
 
-    def __init__(self) -> None:
+    def __init__(self, flags: Callable[[], Flags]) -> None:
+        """`flags` makes those of this connection, when the first block is taken."""
+        self._make_flags = flags
+        self._flags: Flags | None = None
         self._lock = threading.Lock()
         self._idle: dict[tuple[int, int], list[DeviceBlock]] = {}  # by device and size
         self._lent: dict[int, DeviceBlock] = {}
         self._slabs: set[Slab] = set()
         self._retired: list[int] = []  # to be told to the peer
         self._closing: dict[int, DeviceBlock] = {}  # told, and not yet closed by the peer
-        self._next = FIRST_NUMBER
+        self._next = _FIRST_NUMBER
         self._closed = False
 
     def take(self, device: int, nbytes: int) -> DeviceBlock:
@@ -161,20 +171,25 @@ class DeviceLender:
             if not idle:
                 idle = self._create(device, size)
             block = idle.pop()
+            block.uses += 1
             self._lent[block.number] = block
         return block
 
     def _create(self, device: int, size: int) -> list[DeviceBlock]:
         """Under the lock: a new slab; its blocks, all idle."""
+        if self._flags is None:
+            self._flags = self._make_flags()
+        count = max(1, SLAB // size)
+        if not self._flags.has_room(count):
+            raise NoRoom("the connection has as many blocks of device memory as it can have")
         slab = Slab(device, -(-size // SLAB) * SLAB)
         self._slabs.add(slab)
         _exported[slab.handle] = slab.address
         for offset in range(0, slab.size - size + 1, size):
-            block = DeviceBlock(slab, self._next, offset, size)
+            block = DeviceBlock(slab, self._next, self._flags.take(), offset, size)
             block.idle_since = time.monotonic()
             self._next += 1
             slab.blocks.append(block)
-            _exported[block.event_handle] = block.event
         idle = self._idle.setdefault((device, size), [])
         idle.extend(reversed(slab.blocks))
         return idle
@@ -243,10 +258,12 @@ class DeviceLender:
         with self._lock:
             return len(self._lent), sum(block.size for block in self._lent.values())
 
-    def close(self) -> None:
+    def close(self, peer_is_gone: Callable[[], bool]) -> None:
         """The connection has ended. The peer may still be copying, so the memory goes after a while."""
         with self._lock:
             slabs, self._slabs = self._slabs, set()
+            blocks = [block for slab in slabs for block in slab.blocks]
+            watch([Promise(block.flag.read, block.uses) for block in blocks], peer_is_gone)
             self._lent.clear()
             self._idle.clear()
             self._closing.clear()
@@ -276,15 +293,28 @@ class _Opened:
                 log.debug("memory of a peer could not be closed: %s", error)
 
 
-class BorrowedBlock(NamedTuple):
+class BorrowedBlock:
     """A block of a peer, as this process sees it."""
 
-    number: int
-    address: int
-    size: int
-    device: int
-    event: int
-    opened: _Opened
+    __slots__ = ("address", "device", "flag", "number", "opened", "size", "uses")
+
+    def __init__(self, announced: Announcement, device: int, opened: _Opened) -> None:
+        self.number = announced.number
+        self.address = opened.address + announced.offset
+        self.size = announced.size
+        self.device = device
+        self.flag = announced.flag
+        self.opened = opened
+        self.uses = 0
+
+    def promise(self) -> Promise:
+        """What streams here may be waiting for."""
+        return Promise(self.flag.written, self.uses, self._spoil)
+
+    def _spoil(self) -> None:
+        """The peer will never write what it had promised: let nobody take what lies there for it."""
+        with torch.cuda.device(self.device):
+            runtime().fill(self.address, 0xFF, self.size)
 
 
 class DeviceBorrower:
@@ -300,12 +330,12 @@ class DeviceBorrower:
     def open(self, announced: Announcement) -> str:
         """Open a block that the peer announced; why not, if it cannot be."""
         number = announced.number
-        if not FIRST_NUMBER <= number < 2**62 or number in self._blocks:
+        if not _FIRST_NUMBER <= number < 2 * _FIRST_NUMBER or number in self._blocks:
             raise ProtocolError(f"the peer announced block {number} of device memory, which is no new one")
         if not 0 < announced.size <= MAX_BLOCK or announced.offset < 0:
             raise ProtocolError(f"the peer announced {announced.size} bytes of device memory at {announced.offset}")
-        if len(announced.memory) != HANDLE_BYTES or len(announced.event) != HANDLE_BYTES:
-            raise ProtocolError("the peer announced a block of device memory without its handles")
+        if len(announced.memory) != HANDLE_BYTES:
+            raise ProtocolError("the peer announced a block of device memory without its handle")
         gpus = visible_gpus()
         if announced.gpu not in gpus:
             why = f"this worker does not see the GPU {announced.gpu}"
@@ -325,17 +355,20 @@ class DeviceBorrower:
                 own = _exported.get(announced.memory)
                 address = own if own is not None else runtime().open_memory(announced.memory)
                 opened = self._opened[announced.memory] = _Opened(address, device, own is not None)
-            event = _exported.get(announced.event) if opened.own else runtime().open_event(announced.event)
-        if event is None:
-            raise ProtocolError("the peer announced an event that does not exist")
         opened.users += 1
-        return BorrowedBlock(announced.number, opened.address + announced.offset, announced.size, device, event, opened)
+        return BorrowedBlock(announced, device, opened)
 
-    def borrow(self, number: int) -> Loan:
-        """The memory of a block that came with a message."""
+    def borrow(self, name: int) -> Loan:
+        """The memory of a block that came with a message, by what the message calls it."""
+        number, use = name >> _USE_BITS, name % _USES
         block = self._blocks.get(number)
         if block is None or number in self._in_use:
             raise ProtocolError(f"the peer used block {number} of device memory without announcing or regaining it")
+        if isinstance(block, BorrowedBlock):
+            ahead = (use - block.uses) % _USES
+            if not ahead:
+                raise ProtocolError(f"the peer named a use of block {number} of device memory twice")
+            block.uses += ahead
         self._in_use.add(number)
         return Loan(self, number, block)
 
@@ -360,33 +393,25 @@ class DeviceBorrower:
             self.released.append(number)
 
     def _close(self, block: BorrowedBlock) -> None:
-        if not block.opened.own:
-            runtime().destroy_event(block.event)
         block.opened.drop()
         if not block.opened.users:
             self._opened = {handle: opened for handle, opened in self._opened.items() if opened.users}
 
-    def close(self) -> None:
+    def close(self, peer_is_gone: Callable[[], bool]) -> None:
         """The connection has ended: close what was opened once nothing reads it any more."""
         blocks = [block for block in self._blocks.values() if isinstance(block, BorrowedBlock)]
         self._blocks.clear()
         if blocks:
+            watch([block.promise() for block in blocks], peer_is_gone)
             _unclosed.append((self, blocks))
             collect()
 
     def close_if_read(self, blocks: list[BorrowedBlock]) -> bool:
         """Close these unless something is still to be read from one."""
-        if any(block.number in self._in_use or not _is_reached(block.event) for block in blocks):
+        if any(block.number in self._in_use or not block.flag.read.has_reached(block.uses) for block in blocks):
             return False
         for block in blocks:
             self._close(block)
-        return True
-
-
-def _is_reached(event: int) -> bool:
-    try:
-        return runtime().is_reached(event)
-    except CudaError:
         return True
 
 
@@ -417,13 +442,14 @@ def collect() -> None:
 class Loan:
     """A block that came with a message, until its tensors have been copied out of it or are not wanted any more."""
 
-    __slots__ = ("_block", "_borrower", "_last", "_number")
+    __slots__ = ("_block", "_borrower", "_last", "_number", "_reads")
 
     def __init__(self, borrower: DeviceBorrower, number: int, block: BorrowedBlock | str) -> None:
         self._borrower = borrower
         self._number = number
         self._block = block
-        self._last: torch.cuda.Stream | None = None  # the last to read
+        self._last = 0  # the stream that read last
+        self._reads = False
 
     def __len__(self) -> int:
         return self._block.size if isinstance(self._block, BorrowedBlock) else MAX_BLOCK
@@ -436,33 +462,33 @@ class Loan:
         block = self._block
         if isinstance(block, str):
             raise SerializationError(f"a tensor came in device memory that cannot be opened: {block}")
-        here = torch.device("cuda", block.device)
-        stream = torch.cuda.current_stream(here)
-        if stream != self._last:
-            if self._last is not None:
-                runtime().record(block.event, self._last.cuda_stream)
-            runtime().wait(stream.cuda_stream, block.event)
-            self._last = stream
-        if device == here:
-            runtime().copy(target, block.address + offset, nbytes, stream.cuda_stream)
-            return
-        # To the host, or to another GPU, whose stream has to see it: by the stream of the GPU where it lies.
-        if device.type == "cuda":
-            there = torch.cuda.current_stream(device)
-            stream.wait_stream(there)
-            runtime().copy(target, block.address + offset, nbytes, stream.cuda_stream)
-            there.wait_stream(stream)
+        stream = order.current_stream(block.device)
+        if stream != self._last or not self._reads:
+            if self._reads:  # of a message to two devices: one after the other
+                torch.cuda.ExternalStream(stream, block.device).wait_stream(  # type: ignore[no-untyped-call] # torch's
+                    torch.cuda.ExternalStream(self._last, block.device)  # type: ignore[no-untyped-call] # of torch's
+                )
+            runtime().wait_value(stream, block.flag.written.on_device, block.uses)
+            self._last, self._reads = stream, True
+        if device.type == "cuda" and device.index == block.device:
+            runtime().copy(target, block.address + offset, nbytes, stream)
+        elif device.type == "cuda":  # another GPU, whose stream has to see it: by the stream of the GPU where it lies
+            ours, theirs = torch.cuda.current_stream(block.device), torch.cuda.current_stream(device)
+            ours.wait_stream(theirs)
+            runtime().copy(target, block.address + offset, nbytes, stream)
+            theirs.wait_stream(ours)
         else:
-            runtime().copy(target, block.address + offset, nbytes, stream.cuda_stream)
-            runtime().synchronize(stream.cuda_stream)
+            runtime().copy(target, block.address + offset, nbytes, stream)
+            runtime().synchronize(stream)
 
     def __del__(self) -> None:
         block = self._block
-        if self._last is not None and isinstance(block, BorrowedBlock):
-            try:
-                runtime().record(block.event, self._last.cuda_stream)
+        if isinstance(block, BorrowedBlock):
+            try:  # if nobody has read it, on the default stream: it was read as far as its owner is concerned
+                runtime().write_value(self._last, block.flag.read.on_device, block.uses)
             except CudaError as error:
-                log.debug("the end of a loan could not be recorded: %s", error)
+                log.debug("the end of a loan could not be told: %s", error)
+                block.flag.read.set(block.uses)
         self._borrower.let_go(self._number)
 
 

@@ -12,11 +12,10 @@ import logging
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
-import torch
-
+from telegrad.cuda import order
 from telegrad.cuda.runtime import CudaError, runtime
 from telegrad.transport.device_blocks import (
-    FIRST_NUMBER,
+    FIRST_NAME,
     Announcement,
     DeviceBlock,
     DeviceBorrower,
@@ -24,6 +23,7 @@ from telegrad.transport.device_blocks import (
     NoRoom,
     gpu_id,
 )
+from telegrad.transport.device_flags import Flags, Page
 from telegrad.wire.frames import SegmentSpec, align
 from telegrad.wire.messages import (
     AnnounceDeviceBlock,
@@ -60,10 +60,20 @@ def _say_once(device: int) -> None:
 class DeviceChannel:
     """The blocks of device memory of one connection, lent and borrowed. Any thread may send; one reads."""
 
-    def __init__(self, tell: Callable[[AnyMessage], None]) -> None:
-        """`tell` has a notice sent before anything that is sent from then on."""
+    def __init__(
+        self,
+        tell: Callable[[AnyMessage], None],
+        lend_page: Callable[[], Page],
+        find_page: Callable[[int], Page],
+        peer_is_gone: Callable[[], bool],
+    ) -> None:
+        """`tell` has a notice sent before anything that is sent from then on; `lend_page` shares a block of host memory
+        with the peer for good, and `find_page` finds one of the peer's by its number."""
         self._tell = tell
-        self.lender = DeviceLender()
+        self._find_page = find_page
+        self._peer_is_gone = peer_is_gone
+        self._pages: dict[int, Flags] = {}  # the peer's, by the number of the block they lie in
+        self.lender = DeviceLender(lambda: Flags(lend_page()))
         self.borrower = DeviceBorrower()
         self._peer: dict[int, _Peer] = {}  # by device
         self._asked: dict[int, int] = {}  # the device of a block that the peer was asked about
@@ -84,16 +94,17 @@ class DeviceChannel:
             block = self._block(device, sum(align(segments[index].nbytes) for index in indices))
             if block is None:
                 continue
-            stream = torch.cuda.current_stream(device).cuda_stream
+            stream = order.current_stream(device)
             cuda = runtime()
-            cuda.wait(stream, block.event)  # whoever read it last
+            if block.uses > 1:
+                cuda.wait_value(stream, block.flag.read.on_device, block.uses - 1)
             offset = 0
             for index in indices:
                 segment = segments[index]
                 cuda.copy(block.address + offset, segment.address, segment.nbytes, stream)
-                placed[index] = SegmentSpec(segment.nbytes, block.number, offset)
+                placed[index] = SegmentSpec(segment.nbytes, block.name, offset)
                 offset += align(segment.nbytes)
-            cuda.record(block.event, stream)
+            cuda.write_value(stream, block.flag.written.on_device, block.uses)
         return placed
 
     def _block(self, device: int, nbytes: int) -> DeviceBlock | None:
@@ -129,7 +140,14 @@ class DeviceChannel:
         slab = block.slab
         self._tell(
             AnnounceDeviceBlock(
-                block.number, block.size, gpu_id(slab.device), block.offset, slab.handle, block.event_handle, ask
+                block.number,
+                block.size,
+                gpu_id(slab.device),
+                block.offset,
+                slab.handle,
+                block.flag.page,
+                block.flag.place,
+                ask,
             )
         )
 
@@ -142,14 +160,24 @@ class DeviceChannel:
         elif type(message) is RetireDeviceBlocks:
             self.borrower.retire(message.blocks)
         elif type(message) is AnnounceDeviceBlock:
-            announced = Announcement(
-                message.number, message.size, message.gpu, message.offset, message.memory, message.event
-            )
-            refusal = self.borrower.open(announced)
+            refusal = self._open(message)
             if message.ask or refusal:
                 self._tell(DeviceBlockOpened(message.number, refusal))
         elif type(message) is DeviceBlockOpened:
             self._take_answer(message)
+
+    def _open(self, message: AnnounceDeviceBlock) -> str:
+        """Open a block; why not, if it cannot be."""
+        try:
+            flags = self._pages.get(message.page)
+            if flags is None:
+                flags = self._pages[message.page] = Flags(self._find_page(message.page))
+            flag = flags.at(message.flag)
+        except CudaError as error:
+            return str(error)
+        return self.borrower.open(
+            Announcement(message.number, message.size, message.gpu, message.offset, message.memory, flag)
+        )
 
     def _take_answer(self, message: DeviceBlockOpened) -> None:
         device = self._asked.pop(message.number, None)
@@ -182,10 +210,10 @@ class DeviceChannel:
 
     def close(self) -> None:
         """The connection has ended."""
-        self.lender.close()
-        self.borrower.close()
+        self.lender.close(self._peer_is_gone)
+        self.borrower.close(self._peer_is_gone)
 
 
 def is_of_device(block: int) -> bool:
     """Whether a block's number is that of device memory."""
-    return block >= FIRST_NUMBER
+    return block >= FIRST_NAME

@@ -328,8 +328,9 @@ class AnnounceDeviceBlock(Message, frozen=True, tag=80):
     size: int
     gpu: str  # its UUID
     offset: int  # in the memory that the handle stands for
-    memory: bytes
-    event: bytes
+    memory: bytes  # what it is opened with
+    page: int  # the block of shared memory, and the place in it, that says which use was written and read
+    flag: int
     ask: bool
 
 
