@@ -133,7 +133,8 @@ class DeviceChannel:
             return
         self._asked[block.number] = device
         self._announce(block, ask=True)
-        self.lender.give_back((block.number,))  # it was only shown
+        block.uses = 0  # it was only shown: nobody will read it
+        self.lender.give_back((block.number,))
 
     def _announce(self, block: DeviceBlock, ask: bool) -> None:
         block.announced = True

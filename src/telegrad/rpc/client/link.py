@@ -132,7 +132,7 @@ class Link:
         return connection
 
     def _send_again(self, connection: Connection, deadline: float) -> None:
-        if order.active:
+        if order.active and self.pending:
             order.synchronize()  # this thread's streams are not those the tensors were made on
         for number, notice in list(self._notices):
             connection.send(Kind.NOTICE, number, 0, notice, deadline=deadline)
