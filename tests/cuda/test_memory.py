@@ -1,6 +1,5 @@
 """How much of the GPU blocks take: a share of it, given back when idle, and the host where there is no room."""
 
-import logging
 import time
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 
 from telegrad import rpc
 from telegrad.rpc.current import require_agent
-from telegrad.transport import device_channel
 from telegrad.transport.device_blocks import budget, collect
-from tests.cluster import Cluster, cluster
+from tests.cluster import Cluster
 from tests.cuda.helpers import channel_to, echo, warm
 from tests.waiting import wait_until
 
@@ -41,21 +39,6 @@ def test_idle_blocks_go_back(pair: Cluster) -> None:
     wait_until(both_are_empty, seconds=20)
     sent = torch.rand(1000, device="cuda")
     assert torch.equal(rpc.rpc_sync("worker1", echo, args=(sent,)), sent)
-
-
-def test_without_room_messages_go_through_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    device_channel._say_once.cache_clear()
-    with cluster(2, cuda_memory_share=0.0), caplog.at_level(logging.WARNING, "telegrad.transport"):
-        for size in (10, 2**20, 2**24):
-            sent = torch.rand(size, device="cuda")
-            assert torch.equal(rpc.rpc_sync("worker1", echo, args=(sent,)), sent)
-        assert taken() == 0
-    assert len([record for record in caplog.records if "cuda_memory_share" in record.message]) == 1
-    budget.share = 0.1
-
-
-def hold(x: torch.Tensor) -> str:
-    return rpc.debug_waits()
 
 
 def test_debug_waits_shows_what_is_lent(pair: Cluster) -> None:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from telegrad import rpc
-from telegrad.cuda import host
 from tests.cluster import WAYS, Cluster, cluster
-from tests.cuda.helpers import add, channel_to, device_of, echo, warm
+from tests.cuda.helpers import echo
 
 SIZES = [1, 1000, 2**18, 2**22, 2**25 + 3]
 
@@ -81,91 +80,3 @@ def test_host_and_device_memory_in_one_message(job: Cluster) -> None:
     came: Any = rpc.rpc_sync("worker1", echo, args=(sent,))
     assert came["host"].device.type == "cpu" and came["device"].device.type == "cuda" and came["number"] == 3
     assert all(torch.equal(came[key], sent[key]) for key in ("host", "device", "few"))
-
-
-def test_what_was_received_is_the_receivers_own(pair: Cluster) -> None:
-    warm()
-    first = rpc.rpc_sync("worker1", echo, args=(torch.full((1000,), 1.0, device="cuda"),))
-    for value in range(2, 20):
-        rpc.rpc_sync("worker1", echo, args=(torch.full((1000,), float(value), device="cuda"),))
-    assert first.unique().tolist() == [1.0]
-    assert first.untyped_storage().nbytes() == 4000
-
-
-def test_the_host_sees_none_of_it(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    warm()
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("through the host")
-
-    for name in ("to_host", "to_device", "bytes_of"):
-        monkeypatch.setattr(host, name, refuse)
-    monkeypatch.setattr("telegrad.wire.assembly.to_device", refuse)
-    rpc.rpc_sync("worker1", add, args=(torch.ones(2, 2, device="cuda"), torch.ones(2, 2, device="cuda")))
-    big = torch.rand(2**24, device="cuda")
-    assert torch.equal(rpc.rpc_sync("worker1", echo, args=(big,)), big)
-
-
-def test_blocks_are_used_again(pair: Cluster) -> None:
-    warm()
-    sent = torch.rand(2**20, device="cuda")
-    for _ in range(5):
-        rpc.rpc_sync("worker1", echo, args=(sent,))
-    before = channel_to("worker1").lender._next
-    for _ in range(20):
-        rpc.rpc_sync("worker1", echo, args=(sent,))
-    assert channel_to("worker1").lender._next == before
-
-
-def test_a_worker_that_calls_itself(pair: Cluster) -> None:
-    for _ in range(4):
-        sent = torch.rand(1000, device="cuda")
-        came = rpc.rpc_sync("worker0", echo, args=(sent,))
-        assert torch.equal(came, sent) and came.data_ptr() != sent.data_ptr()
-
-
-def test_without_a_map_a_tensor_goes_to_the_same_gpu(pair: Cluster) -> None:
-    assert rpc.rpc_sync("worker1", device_of, args=(torch.ones(2, device="cuda"),)) == "cuda:0"
-
-
-def refused(options: dict[str, Any]) -> str:
-    """In a worker of its own with torch's options: what a CUDA tensor without a map leads to."""
-    import tempfile
-
-    from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
-
-    with tempfile.TemporaryDirectory() as folder:
-        chosen = TensorPipeRpcBackendOptions(init_method=f"file://{folder}/meeting", **options)
-        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=chosen)
-        try:
-            rpc.rpc_sync("alone", echo, args=(torch.ones(1, device="cuda"),))
-        except RuntimeError as error:
-            return str(error)
-        finally:
-            rpc.shutdown()
-    return ""
-
-
-def test_the_stand_in_is_strict() -> None:
-    text = refused({})
-    assert "only supports CPU tensors by default" in text and "set_device_map" in text
-
-
-@pytest.mark.parametrize(
-    ("device_map", "sent", "there"), [({"cpu": 0}, "cpu", "cuda:0"), ({0: "cpu"}, "cuda:0", "cpu")]
-)
-def test_maps_between_host_and_gpu(device_map: dict[Any, Any], sent: str, there: str) -> None:
-    with cluster(2, device_maps={"worker1": device_map}):
-        for size in (4, 2**20):
-            x = torch.rand(size, device=sent)
-            assert rpc.rpc_sync("worker1", device_of, args=(x,)) == there
-            came = rpc.rpc_sync("worker1", add, args=(x, x))  # and the reply comes back the other way
-            assert str(came.device) == sent
-            torch.testing.assert_close(came, x + x)
-
-
-def test_a_map_to_a_device_that_is_not_there_is_refused_at_the_start() -> None:
-    missing = torch.cuda.device_count()
-    job = cluster(2, device_maps={"worker1": {0: missing}})
-    with pytest.raises(ValueError, match="worker0 has target devices with invalid indices"), job:
-        pass

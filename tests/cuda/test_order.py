@@ -37,10 +37,10 @@ def plus_one_slowly(x: Tensor) -> Tensor:
 
 
 def test_the_callee_sees_what_the_caller_had_enqueued() -> None:
-    began = time.monotonic()
     x = slow(3)
+    began = time.monotonic()
     future = rpc.rpc_async("worker1", add, args=(x, x))
-    assert time.monotonic() - began < 0.1, "the caller waited for the GPU"
+    assert time.monotonic() - began < 0.05, "the caller waited for the GPU"
     assert future.wait().unique().tolist() == [6.0]
 
 

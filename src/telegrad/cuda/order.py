@@ -1,8 +1,8 @@
 """The order of work on the GPU: who must see whose work, without any thread waiting for the GPU.
 
 - A request runs on streams of its own, from a pool (a `Lane`), so that several may overlap. It finds the work of
-  everything that had been answered here before it began: earlier requests, earlier passes, and what lies on the default
-  stream.
+  everything that had been answered here before it arrived, and that its caller may therefore know of: earlier requests,
+  earlier passes, and what lies on the default stream.
 - A backward pass has streams of its own, too, whichever threads run its parts.
 - A message carries an event for its memory (`transport/device_blocks.py`), so what the sender had enqueued is done
   before the receiver's stream reads it.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -44,12 +45,13 @@ _local = _Local()
 class Lane:
     """One stream on each device in use, for one request or one pass at a time."""
 
-    __slots__ = ("_streams", "ended", "unfinished", "uses")
+    __slots__ = ("_streams", "ended", "ended_at", "unfinished", "uses")
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self.ended = False  # its request or pass has been answered: others may know of it, and must see its work
         self.unfinished = False  # whether some of that work may not be done
+        self.ended_at = 0
         self.uses = 0
 
     def stream(self, device: int) -> torch.cuda.Stream:
@@ -83,11 +85,20 @@ def devices() -> list[torch.device]:
 # --- lanes ---
 
 
-def take() -> Lane:
-    """A lane that nobody uses. Its streams wait for the work of all that has been answered here."""
+def now() -> int:
+    """A moment, to compare with others of this process."""
+    return time.monotonic_ns()
+
+
+def take(arrived: int = 0) -> Lane:
+    """A lane that nobody uses. Its streams wait for the work of all that had been answered here before `arrived`, by
+    default now: who asked for this can know of nothing else, and the rest may run beside it."""
+    arrived = arrived or now()
     with _lock:
-        if _free:
-            lane = _free.pop()
+        # The one used last, among those to be waited for anyhow.
+        lane = next((lane for lane in reversed(_free) if lane.ended_at < arrived or not lane.unfinished), None)
+        if lane is not None:
+            _free.remove(lane)
         else:
             lane = Lane()
             _lanes.append(lane)
@@ -96,7 +107,7 @@ def take() -> Lane:
         default = _default_stream(stream.device_index)
         if not default.query():
             stream.wait_stream(default)
-    _follow(lane.stream)
+    _follow(lane.stream, arrived)
     return lane
 
 
@@ -104,6 +115,7 @@ def end(lane: Lane) -> None:
     """A request or a pass on this lane is about to be answered: from now on others follow its work."""
     with _lock:
         lane.uses += 1
+        lane.ended_at = now()
         lane.ended = lane.unfinished = True
 
 
@@ -114,10 +126,10 @@ def give_back(lane: Lane) -> None:
         _free.append(lane)
 
 
-def _follow(stream_on: Callable[[int], torch.cuda.Stream]) -> None:
-    """Have streams, one for each device, wait for the unfinished work of all lanes that have ended."""
+def _follow(stream_on: Callable[[int], torch.cuda.Stream], before: int) -> None:
+    """Have streams, one for each device, wait for the unfinished work of all lanes that have ended before a moment."""
     with _lock:
-        ended = [(lane, lane.uses) for lane in _lanes if lane.ended and lane.unfinished]
+        ended = [(lane, lane.uses) for lane in _lanes if lane.ended and lane.unfinished and lane.ended_at < before]
     for lane, uses in ended:
         unfinished = False
         for theirs in lane.streams():
@@ -189,9 +201,9 @@ def _default_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.default_stream(device)
 
 
-def run(function: Callable[[A], Any], argument: A) -> None:
-    """Call `function(argument)` on a lane of its own."""
-    lane = take()
+def run(function: Callable[[A], Any], argument: A, arrived: int = 0) -> None:
+    """Call `function(argument)` on a lane of its own; who asked for it did so before `arrived`."""
+    lane = take(arrived)
     try:
         with on(lane):
             function(argument)
@@ -235,7 +247,7 @@ def back_on_lane(tensors: Iterable[Tensor | None]) -> Iterator[None]:
 
 def join() -> None:
     """What requests and passes that ended here left on their streams is seen by this thread's from now on."""
-    _follow(torch.cuda.current_stream)
+    _follow(torch.cuda.current_stream, now())
 
 
 class Mark(NamedTuple):

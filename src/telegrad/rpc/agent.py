@@ -231,7 +231,7 @@ class Agent:
             if served.counts_as_work:
                 self.calls_served += 1
             if order.active and served.counts_as_work:
-                order.run(served.handler, request)
+                order.run(served.handler, request, getattr(request.frame, "arrived", 0))
             else:
                 served.handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it

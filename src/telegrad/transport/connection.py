@@ -365,6 +365,10 @@ class Connection:
             elif frame.kind == Kind.NOTICE and self._own_notice(frame.message):
                 continue
             kept.append(frame)
+        if order.active:
+            arrived = order.now()
+            for frame in kept:
+                frame.arrived = arrived
         return kept
 
     def _own_notice(self, message: AnyMessage) -> bool:

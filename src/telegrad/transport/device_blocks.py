@@ -468,7 +468,8 @@ class Loan:
                 torch.cuda.ExternalStream(stream, block.device).wait_stream(  # type: ignore[no-untyped-call] # torch's
                     torch.cuda.ExternalStream(self._last, block.device)  # type: ignore[no-untyped-call] # of torch's
                 )
-            runtime().wait_value(stream, block.flag.written.on_device, block.uses)
+            if not block.flag.written.will_soon_reach(block.uses):
+                runtime().wait_value(stream, block.flag.written.on_device, block.uses)
             self._last, self._reads = stream, True
         if device.type == "cuda" and device.index == block.device:
             runtime().copy(target, block.address + offset, nbytes, stream)

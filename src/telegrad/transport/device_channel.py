@@ -96,7 +96,7 @@ class DeviceChannel:
                 continue
             stream = order.current_stream(device)
             cuda = runtime()
-            if block.uses > 1:
+            if block.uses > 1 and not block.flag.read.has_reached(block.uses - 1):
                 cuda.wait_value(stream, block.flag.read.on_device, block.uses - 1)
             offset = 0
             for index in indices:

@@ -23,6 +23,7 @@ from telegrad.transport.blocks import Mapping
 log = logging.getLogger("telegrad.transport")
 
 _FLAG_BYTES = 16  # two numbers; the rest keeps neighbours apart
+_SOON_SECONDS = 50e-6
 _LOOK_SECONDS = 0.02
 _GRACE_SECONDS = 0.5  # for what a process that has ended had begun on the GPU
 
@@ -47,6 +48,17 @@ class Number:
     def has_reached(self, value: int) -> bool:
         """Whether it is that large, counted in a circle of 32 bits, as the GPU counts it."""
         return (self._here.value - value) & 0xFFFFFFFF < 2**31
+
+    def will_soon_reach(self, value: int) -> bool:
+        """Whether it is that large, or becomes so within the time that a small copy takes. A stream need not wait for
+        it then, which costs the GPU more than it costs this thread to look a few times."""
+        if self.has_reached(value):
+            return True
+        until = time.perf_counter() + _SOON_SECONDS
+        while time.perf_counter() < until:
+            if self.has_reached(value):
+                return True
+        return False
 
     def set(self, value: int) -> None:
         """Write it, as a stream would have."""

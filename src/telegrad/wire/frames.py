@@ -80,6 +80,7 @@ class Frame:
 
     __slots__ = (
         "ack",
+        "arrived",  # set by who reads it, where the order of work on a GPU depends on it
         "buffers",
         "data",
         "data_offset",
@@ -90,6 +91,8 @@ class Frame:
         "segments",
         "tensors",
     )
+
+    arrived: int
 
     def __init__(
         self, kind: int, request_id: int, ack: int, head: Head, payload: Any, data: Any, data_offset: int
