@@ -29,10 +29,15 @@ class Chance:
         self.story.append(options[choice])
         return options[choice]
 
+    @property
+    def repeats(self) -> bool:
+        """Whether this run is still on the way to where it differs from the one before: its state is nothing new."""
+        return len(self._taken) < len(self._given)
+
     def seen(self, state: Hashable) -> None:
         """The world is in this state. Ends the run if what follows from it has been followed before."""
-        if len(self._taken) < len(self._given):
-            return  # on the way to where this run differs from the one before
+        if self.repeats:
+            return
         if state in self._known:
             raise SeenBefore
         self._known.add(state)

@@ -14,6 +14,10 @@
     |-- SerializationError (TypeError)     a function, argument or result cannot be sent
     |-- RemoteError               a remote exception whose own type could not be rebuilt here
     |-- RRefError                 a reference was used in a way, place or time it cannot serve
+    |-- DurableError              training that survives
+    |   |-- NotRestored (WorkerDied)       a worker was started again and has not got its durable values back yet
+    |   |-- RunSuperseded         a message of a step, or of a driver, that was given up
+    |   `-- StateLost             an owner died with all who kept its state: names it
     `-- AutogradError             contexts and backward passes
         |-- ContextNotFound       the id never existed here, or its context has ended
         |-- ContextFailed (WorkerDied)     the context lost a participant: names it
@@ -96,6 +100,24 @@ class RemoteError(TelegradError):
 
 class RRefError(TelegradError):
     """A remote reference was used in a way, place or time it cannot serve."""
+
+
+class DurableError(TelegradError):
+    """Base of what goes wrong with durable values and the runs they belong to."""
+
+
+class NotRestored(DurableError, WorkerDied):
+    """A durable value is not to be had now: its owner was started again, or is returning to an earlier state.
+
+    Whoever starts a step again does so for this as well; inside `run.step()` that happens by itself."""
+
+
+class RunSuperseded(DurableError):
+    """What was asked belongs to a part of the run, or to a driver, that was given up."""
+
+
+class StateLost(DurableError):
+    """A worker died, all who kept copies of its state died with it, and none is on disk. The run cannot go on."""
 
 
 class AutogradError(TelegradError):

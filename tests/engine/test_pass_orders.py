@@ -24,6 +24,7 @@ from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry
 from telegrad.engine import EngineLayer
 from telegrad.engine.cleanup import end_context
+from telegrad.engine.passes import Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.engine.service import Service
 from telegrad.errors import WorkerDied
@@ -81,7 +82,7 @@ class Worker:
             raise _death(member)
         slot = Slot(given["what"], 0.0, FOREVER)
         slot.complete = given["complete"]
-        slot.link = SimpleNamespace(member=member, wait=self.world.until_done, look_out=lambda: None)
+        slot.link = SimpleNamespace(member=member, wait=self.world.until_done, expect=lambda: None)
         self.asked.setdefault(member.name, []).append(slot)
         self.world.put("request", self, member, (message, packed.tensors, slot))
         return slot
@@ -265,7 +266,7 @@ class World:
             self.pass_ = pass_ = self.root.service.open(self.root.context, False, 600.0)
             # Whoever waits for a wake-up lets the world take one step, and looks again.
             pass_._news = SimpleNamespace(set=lambda: None, wait=lambda _: self.step())  # type: ignore[assignment]
-            pass_.begin([(get_gradient_edge(root), torch.ones_like(root))])
+            pass_.begin(Roots((get_gradient_edge(root),), [torch.ones_like(root)]))
             pass_.wait()
             return None
         except BaseException as error:

@@ -12,7 +12,9 @@ import torch
 
 from telegrad import autograd, observe, rpc, trace
 from telegrad.errors import WorkerDied
+from telegrad.observe.service import observation_of
 from telegrad.optim import DistributedOptimizer
+from telegrad.rpc.current import require_agent
 from tests.cluster import cluster
 from tests.observe.trace_file import check
 from tests.waiting import wait_until
@@ -104,6 +106,7 @@ def test_a_worker_that_dies_loses_only_its_last_events(tmp_path: Path):
         job.kill("worker1")
         with pytest.raises(WorkerDied):
             rpc.rpc_sync("worker1", time.sleep, args=(0,))
+        wait_until(lambda: observation_of(require_agent()).recent)  # the caller may know before the others are told
     timeline = json.loads(path.read_text())
     check(timeline)
     served = {e["pid"] for e in slices(timeline, "run")}

@@ -46,7 +46,7 @@ def start_agent(name: str, worker_id: int, **options: Any) -> Agent:
     agent = Agent(member, b"told to all", given, listeners)
     install_own_layers(agent)
     agent.start()
-    agent.liveness.start()
+    agent.watch_peers()
     return agent
 
 
@@ -60,4 +60,4 @@ def call(caller: str, to: str, func: Any, *args: Any, timeout: float = 20.0) -> 
     """Call a function from one agent on another, and wait."""
     agent = agents[caller]
     member = agent.find(to)
-    return wait_for_value(start_call(agent, member, func, args, {}, timeout))
+    return wait_for_value(start_call(agent, agent.link(member), func, args, {}, timeout))

@@ -62,8 +62,8 @@ def specs(*devices: str) -> list[TensorSpec]:
 
 
 def placed(options: RpcBackendOptions, me: Member, peer: Member, *devices: str, reply: bool = False) -> list[str]:
-    placement = Placement(options, me)
-    return [spec.device for spec in placement.place(peer, specs(*devices), reply)]
+    found, _ = Placement(options, me).place(peer, [], specs(*devices), [], reply)
+    return [spec.device for spec in found]
 
 
 def test_a_map_serves_both_directions() -> None:

@@ -6,7 +6,7 @@ context reaches has one under the same id; the worker that opened it tells them 
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -42,8 +42,10 @@ class Context:
         self.gradients: dict[Tensor, Tensor] = {}
         self.failure: WorkerDied | None = None  # the loss of a participant; never raised itself
         self.ended = False
+        self.strict = False  # see `autograd.context`
         # What a running pass waits for, in words; set by the engine.
         self.waiting_for: Callable[[], list[str]] | None = None
+        self.profile: Any = None  # runs what passes do here, while a root profiles them
         self._lock = threading.Lock()
         self.newest_pass: dict[WorkerId, PassId] = {}  # by its root: what comes about an older one comes too late
         self._late: Late | None = None

@@ -66,15 +66,20 @@ class Lane:
         return [self.stream(device) for device in _devices]
 
 
+def activate() -> None:
+    """There may be CUDA tensors in messages from now on, here or at other workers."""
+    global active  # noqa: PLW0603 - a module's flag, which costs a call without CUDA the least to look at
+    active = True
+
+
 def use(device: int) -> None:
     """A device of this process has a part in messages from now on."""
-    global active  # noqa: PLW0603 - a module's flag, which costs a call without CUDA the least to look at
     if device in _devices:
         return
     with _lock:
         if device not in _devices:
             _devices.append(device)
-    active = True
+    activate()
 
 
 def devices() -> list[torch.device]:

@@ -7,11 +7,9 @@ comes after its end (`cuda/order.py`). Only a process that has CUDA tensors make
 
 from typing import Any
 
-from torch import Tensor
-
 from telegrad.autograd.functions import Gradients
 from telegrad.cuda import order
-from telegrad.engine.passes import Pass
+from telegrad.engine.passes import Pass, Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.ids import MessageId
 
@@ -23,9 +21,10 @@ class PassOnLane(Pass):
         super().__init__(*args)
         self._lane = order.take()
 
-    def begin(self, roots: list[tuple[Any, Tensor]] | None = None) -> None:
-        """Start. `roots` are edges and gradients, on the root only."""
-        order.hand_over([gradient for _, gradient in roots or ()], self._lane)
+    def begin(self, roots: Roots | None = None) -> None:
+        """Start, on the root from what `backward` was given."""
+        if roots is not None:
+            order.hand_over(roots.gradients, self._lane)
         with order.on(self._lane):
             super().begin(roots)
 

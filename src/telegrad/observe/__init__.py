@@ -10,6 +10,8 @@ Nothing here costs anything until it is used; most of it is loaded only then.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from telegrad.observe.profiling.merging import install as install_profiling
+from telegrad.observe.profiling.remote import Profiler
 from telegrad.observe.service import Observation
 from telegrad.rpc.agent import Agent
 
@@ -31,3 +33,5 @@ def __getattr__(name: str) -> Any:
 def install(agent: Agent) -> None:
     """Let an agent answer questions about itself."""
     agent.install(Observation(agent))
+    agent.install(Profiler(agent))
+    install_profiling()

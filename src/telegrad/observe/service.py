@@ -24,7 +24,7 @@ from telegrad.observe.metrics import Metrics
 from telegrad.observe.timeline.events import AnyEvent, Batch, encode, readable, thread_names
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Layer, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.messages import Observe, Observed
 
@@ -129,6 +129,8 @@ class Observation(Layer):
             "collect": lambda: self.collect(data.decode()),
             "snapshot": lambda: _load("snapshot").snapshot(self),
             "threads": lambda: _load("threads").activities(self.agent),
+            "profile a pass": lambda: _load("profiling.remote").profile_pass(self.agent, data),
+            "the profile of a pass": lambda: _load("profiling.remote").profiled_pass(self.agent, data),
         }
         if what not in answers:
             raise ProtocolError(f"worker {self.agent.info.name!r} knows nothing of {what!r}")

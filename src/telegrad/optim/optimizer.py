@@ -51,10 +51,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups, grouped = parameter_groups(params_rref)
         self._how = (optimizer_class, args, kwargs)
         self._shares = split_by_owner(groups)
-        made = ask_all(
-            f"creating {getattr(optimizer_class, '__name__', optimizer_class)}",
-            {owner: (create, optimizer_class, mine, grouped, args, kwargs) for owner, mine in self._shares.items()},
-        )
+        made = self._create_locals(grouped)
         self._locals = {owner: local for owner, (local, _, _) in made.items()}
         _, defaults, _ = next(iter(made.values()))
         for _, _, options in made.values():
@@ -62,6 +59,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 groups[number].update(resolved)
         super().__init__(groups, defaults)
         self._told = [options_of(group) for group in self.param_groups]
+
+    def _create_locals(self, grouped: bool) -> dict[str, tuple[Any, Options, dict[int, Options]]]:
+        """Each owner's local optimizer, as a reference, and its description."""
+        optimizer_class, args, kwargs = self._how
+        return ask_all(
+            f"creating {getattr(optimizer_class, '__name__', optimizer_class)}",
+            {owner: (create, optimizer_class, mine, grouped, args, kwargs) for owner, mine in self._shares.items()},
+        )
 
     @property
     def remote_optimizers(self) -> list[Any]:

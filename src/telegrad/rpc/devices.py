@@ -5,16 +5,22 @@ Without a map a CUDA tensor goes to the same physical GPU, if the other worker s
 refused, as it is by torch. What the maps of all workers say is checked when a worker joins.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 import torch
+from torch import Tensor
 
 from telegrad.cuda import order
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Member
 from telegrad.transport.device_blocks import budget
+from telegrad.wire.segments import Segment
 from telegrad.wire.specs import TensorSpec
+from telegrad.wire.tensors import describe
+
+Memory: TypeAlias = Sequence[Segment] | bytes
 
 _EVERYWHERE = ("", "cpu", "meta")
 
@@ -36,20 +42,28 @@ class Placement:
         for device in [*named, *options.devices]:
             if device.type == "cuda" and device.index is not None and device.index < len(me.gpus):
                 order.use(device.index)
+        if self._maps:
+            order.activate()
         budget.share = options.cuda_memory_share
 
-    def place(self, peer: Member, specs: list[TensorSpec], reply: bool = False) -> list[TensorSpec]:
-        """The specs of tensors for `peer`, with the devices they will have there. RuntimeError if nobody said which."""
-        if not order.active and not self._maps and not peer.device_maps:
-            return specs
+    def place(
+        self, peer: Member, tensors: Sequence[Tensor], specs: list[TensorSpec], memory: Memory, reply: bool = False
+    ) -> tuple[list[TensorSpec], Memory]:
+        """The specs of tensors for `peer`, with the devices they will have there, and their memory.
+
+        To be called where there are CUDA tensors or maps at all. RuntimeError if nobody said where a tensor goes."""
         table = self._table(peer, reply)
+        if isinstance(memory, bytes):
+            if not table.get(""):
+                return specs, memory
+            specs, memory = describe(tensors)  # small tensors of the host that will not stay there
         placed = []
         for spec in specs:
             target = table.get(spec.device, spec.device if spec.device in _EVERYWHERE else None)
             if target is None:
                 raise self._unmapped(spec.device, peer)
             placed.append(spec if target == spec.device else msgspec.structs.replace(spec, device=target))
-        return placed
+        return placed, memory
 
     def _table(self, peer: Member, reply: bool) -> dict[str, str]:
         """By the name of a device here, its counterpart there. "" is the CPU."""

@@ -81,9 +81,9 @@ def _start(
     # The handle is kept until the call is done: the owner counts on it.
     complete = None if future is None else partial(_complete, rref)
     arguments = (Loan(handle.rref_id), *args)
-    return start_call(
-        handle.references.agent, handle.owner, invoke, arguments, None, timeout, complete=complete, future=future
-    )
+    agent = handle.references.agent
+    link = agent.link(handle.owner)
+    return start_call(agent, link, invoke, arguments, None, timeout, complete=complete, future=future)
 
 
 def _complete(_: "RRef[Any]", slot: Slot) -> None:
@@ -96,6 +96,9 @@ def _how_to_invoke(cls: Any, method: str) -> Method:
     return _invoke_async_execution if hasattr(getattr(cls, method), ASYNC_MARK) else _invoke
 
 
+_CALLED_BY_NAME = ("__enter__", "__exit__")  # a value that others turn on and off, such as a profile on its worker
+
+
 class _Proxy(ABC):
     """Attributes of a proxy are methods of the value."""
 
@@ -104,7 +107,9 @@ class _Proxy(ABC):
         self._timeout = timeout
 
     def __getattr__(self, method: str) -> Method:
-        if method.startswith("__"):  # what Python or a tool looks for; a method of the value would be named in full
+        if (
+            method.startswith("__") and method not in _CALLED_BY_NAME
+        ):  # what Python or a tool looks for; a method of the value would be named in full
             raise AttributeError(f"a proxy calls methods of the value, and {method!r} is not called by its name")
         return partial(self._call, method)
 

@@ -113,6 +113,8 @@ class RRef(Generic[T]):
         future.set_result(None)
         return future
 
+    _get_profiling_future = _get_future  # by then the events of the call are in the profile it was made under
+
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value, or a future of it if not `blocking`. An owner is asked once."""
         future = proxy.type_of(self, as_timeout(timeout))

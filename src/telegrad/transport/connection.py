@@ -23,7 +23,17 @@ from telegrad.transport.copying import Copier
 from telegrad.transport.device_channel import DEVICE_NOTICES, DeviceChannel, is_of_device
 from telegrad.transport.device_flags import Page
 from telegrad.transport.stream import Stream, is_running
-from telegrad.wire.frames import INLINE, Frame, FrameReader, Kind, SegmentSpec, align, encode_prefix, returned
+from telegrad.wire.frames import (
+    INLINE,
+    Frame,
+    FrameReader,
+    Kind,
+    SegmentSpec,
+    align,
+    encode_prefix,
+    encode_small,
+    returned,
+)
 from telegrad.wire.messages import AnyMessage, ReleaseBlocks, RetireBlocks
 from telegrad.wire.segments import HOST
 from telegrad.wire.tensors import Segment, TensorSpec, segment_bytes, segment_view
@@ -33,6 +43,7 @@ log = logging.getLogger("telegrad.transport")
 SHARE_FROM = 32 * 1024  # bytes of tensors in one message from which a shared block pays
 LEND_LIMIT = 8 * 2**30  # bytes lent to one peer beyond which its socket, which pushes back, is used instead
 _JOIN_UP_TO = 64 * 1024
+_NOTICE = int(Kind.NOTICE)
 _HOLD_UP_TO = 64  # small frames that may wait for one write
 _PADDING = bytes(64)
 _SMALL_ALIGNMENT = 16
@@ -95,10 +106,15 @@ class Connection:
         `memory` is that of the tensors: segments, or the bytes of small ones. Returns the encoded frame if it is small
         and can be sent again as it is, to this peer, over any connection.
         """
-        if isinstance(memory, bytes) or not memory:
-            data = memory or b""
-            prefix = encode_prefix(kind, request_id, ack, message, tensors, (), len(payload), len(data))
-            buffers: list[Any] = [prefix, payload, data]
+        if not memory or isinstance(memory, bytes):
+            frame = encode_small(kind, request_id, ack, message, payload, tensors, memory or b"")  # type: ignore[arg-type] # empty, or bytes
+            if len(frame) <= _JOIN_UP_TO:
+                if hold and len(self._outbox) < _HOLD_UP_TO:
+                    self._outbox.append(frame)
+                else:
+                    self._write([frame], deadline)
+                return frame
+            buffers: list[Any] = [frame]
             self_contained = True
         else:
             buffers = self._with_segments(kind, request_id, ack, message, payload, tensors, memory)
@@ -153,10 +169,8 @@ class Connection:
 
     def _write(self, buffers: list[Any], deadline: float | None) -> None:
         """Write, after what was held back. TimeoutError at the deadline, also if another thread is still writing."""
-        if deadline is None:
-            self._write_lock.acquire()
-        elif not self._write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise TimeoutError("another message is still being written to the peer, which does not take it in")
+        if not self._write_lock.acquire(blocking=False):
+            self._wait_to_write(deadline)
         held: list[bytes] = []
         try:
             if self._outbox or self._has_notices():
@@ -191,10 +205,16 @@ class Connection:
                 self.stream.close()
             raise
 
+    def _wait_to_write(self, deadline: float | None) -> None:
+        if deadline is None:
+            self._write_lock.acquire()
+        elif not self._write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TimeoutError("another message is still being written to the peer, which does not take it in")
+
     def _has_notices(self) -> bool:
-        return (
-            self._borrower.has_released
-            or (self._lender is not None and self._lender.has_retired)
+        return bool(
+            self._borrower.untold
+            or (self._lender is not None and self._lender.untold)
             or (self.devices is not None and self.devices.has_news)
         )
 
@@ -358,6 +378,13 @@ class Connection:
         frames = self._reader.received(count)
         while self.stream.pending:  # else nobody would be told that there is more
             frames += self._reader.received(max(0, self.stream.receive_into(self._reader.target())))
+        for frame in frames:
+            if frame.segments or frame.kind == _NOTICE:
+                return self._for_others(frames)
+        return frames
+
+    def _for_others(self, frames: list[Frame]) -> list[Frame]:
+        """Find the memory of large tensors, and keep back what is the connection's own business."""
         kept = []
         for frame in frames:
             if frame.segments:

@@ -139,15 +139,17 @@ class AutogradMetadata(Message, frozen=True):
 
 
 class RpcWithAutograd(Message, frozen=True, tag=20):
-    """A call made inside a context; its tensors that require grad come from the Send named in the metadata."""
+    """A call made inside a context; its tensors that require grad come from the Send named in the metadata. In a strict
+    context, calls that the callee makes outside of it are an error there, too."""
 
     metadata: AutogradMetadata
     call: PythonCall | PythonRemoteCall | RRefFetch
+    strict: bool
 
 
 def with_definition(call: Any, definition: bytes) -> Any:
     """The message of a call, with the definition of its function rather than the number alone."""
-    if type(call) is RpcWithAutograd:
+    if type(call) is RpcWithAutograd or type(call) is RpcWithProfiling:
         return msgspec.structs.replace(call, call=with_definition(call.call, definition))
     return msgspec.structs.replace(call, definition=definition)
 
@@ -239,15 +241,17 @@ class CleanupAutogradContextReply(Message, frozen=True, tag=29):
 
 
 class RpcWithProfiling(Message, frozen=True, tag=30):
-    """A call made under a profiler: record it under `key` and return the events."""
+    """A call made under a profiler: profile it as well, with the same `options`, and return the events."""
 
-    key: str
+    key: str  # what the call is named in the caller's profile
+    options: int
     call: PythonCall | PythonRemoteCall | RRefFetch | RpcWithAutograd
 
 
 class RpcWithProfilingReply(Message, frozen=True, tag=31):
-    """The reply of such a call; the recorded events precede the result in the payload."""
+    """The reply of such a call, with the events of its profile as msgpack."""
 
+    events: bytes
     reply: PythonReply | RRefFetchReply | Ack | RpcWithAutogradReply
 
 

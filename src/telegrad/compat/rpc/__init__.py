@@ -34,6 +34,7 @@ from telegrad.compat.rpc.references import (
     _rref_context_get_debug_info,
 )
 from telegrad.errors import AlreadyInitialized
+from telegrad.observe.profiling.process_global import server_process_global_profile
 from telegrad.rpc import get_rpc_timeout
 from telegrad.rpc import set_rpc_timeout as _set_rpc_timeout
 from telegrad.rpc.job.lifecycle import _from_environment
@@ -60,6 +61,7 @@ __all__ = [
     "_is_current_rpc_agent_set",
     "_reset_current_rpc_agent",
     "_rref_context_get_debug_info",
+    "_server_process_global_profile",
     "_set_and_start_rpc_agent",
     "_set_rpc_timeout",
     "_utils",
@@ -94,6 +96,7 @@ _DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
 _UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
 _TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 _is_tensorpipe_available = True
+_server_process_global_profile = server_process_global_profile
 
 
 def __getattr__(name: str) -> NoReturn:

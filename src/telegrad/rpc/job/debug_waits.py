@@ -14,17 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from telegrad.cuda import order
 from telegrad.errors import TelegradError
+from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.layer import Layer, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.wire.messages import DebugWaits, WaitsReply
-
-if TYPE_CHECKING:
-    from telegrad.rpc.agent import Agent
 
 _ANSWER_SECONDS = 2.0
 _NOBODY = -1
@@ -57,7 +55,7 @@ def debug_waits(cluster: bool = False) -> str:
     return "\n".join(lines) or "no worker waits for anything"
 
 
-def waits_of(agent: "Agent") -> list[Wait]:
+def waits_of(agent: Agent) -> list[Wait]:
     """What the worker of an agent waits for."""
     now = time.monotonic()
     waits = [
@@ -120,7 +118,7 @@ def chains(names: Mapping[int, str], answers: Mapping[int, Sequence[Wait] | None
     return lines
 
 
-def _ask_all(agent: "Agent") -> dict[int, list[Wait] | None]:
+def _ask_all(agent: Agent) -> dict[int, list[Wait] | None]:
     """The answers of all other living workers; None for one that does not answer."""
     asked = []
     for member in agent.directory.members():
@@ -151,7 +149,7 @@ def _nothing(_: Any) -> None:
 class Waits(Layer):
     """Answers others who ask what this worker waits for, and SIGUSR1."""
 
-    def __init__(self, agent: "Agent") -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._restore_signal = _install_signal(agent)
 
@@ -168,7 +166,7 @@ class Waits(Layer):
         self._restore_signal()
 
 
-def _install_signal(agent: "Agent") -> Callable[[], None]:
+def _install_signal(agent: Agent) -> Callable[[], None]:
     """Print on SIGUSR1, if nobody else has a use for it; what undoes that."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return lambda: None

@@ -125,7 +125,7 @@ def _start_at(
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
         check_maps(agent.directory.members(), is_static=world_size is not None)
-        agent.liveness.start()
+        agent.watch_peers()
     except BaseException as error:
         set_current_agent(None)
         # The other side of a clash must find this record to see it, too.
@@ -137,7 +137,7 @@ def _start_at(
 
 def install_own_layers(agent: Agent) -> None:
     """What every agent serves, whatever is put on it above: users' calls, barriers, questions about who waits."""
-    for layer in (CallService(agent), Barriers(agent), Waits(agent), Membership(agent)):
+    for layer in (CallService(agent.info.name, agent.layers), Barriers(agent), Waits(agent), Membership(agent)):
         agent.install(layer)
 
 

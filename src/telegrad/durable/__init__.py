@@ -1,0 +1,18 @@
+"""Training that survives: a run over several workers, any of which may be killed at any moment.
+
+snapshots   names for what is copied, and who has it
+core        decides for the driver when a snapshot is committed, and what to return to; pure
+holdings    decides for each worker what it has, and what comes too late; pure
+states      how each kind of value gives its state and takes it back
+part        one worker's values and snapshots
+worker      the messages of the protocol, as functions called on a worker
+driver      the shell around `core`
+run         what a training loop sees: `Run`
+"""
+
+from telegrad.durable.driver import Return
+from telegrad.durable.optimizer import DurableOptimizer
+from telegrad.durable.reference import DurableRef
+from telegrad.durable.run import Run
+
+__all__ = ["DurableOptimizer", "DurableRef", "Return", "Run"]
