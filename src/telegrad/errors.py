@@ -9,8 +9,9 @@
     |-- InvalidName (ValueError)  what was given cannot be the name of a worker
     |-- RpcTimeout (TimeoutError)  a deadline passed: names what was waited for
     |-- WorkerDied (ConnectionError)       a worker closed or fell silent: names it and what it was asked
-    |-- AuthenticationError       a peer could not prove that it knows the job's secret
+    |-- AuthenticationError       a peer could not prove that it knows the job's secret, or there is none to prove
     |-- ProtocolError             a peer sent bytes that are not a valid message; that connection is closed
+    |-- CallRefused (PermissionError)      a worker's rules do not allow what was asked: names the rule
     |-- SerializationError (TypeError)     a function, argument or result cannot be sent
     |-- RemoteError               a remote exception whose own type could not be rebuilt here
     |-- RRefError                 a reference was used in a way, place or time it cannot serve
@@ -88,6 +89,10 @@ class AuthenticationError(TelegradError):
 
 class ProtocolError(TelegradError):
     """A peer sent bytes that are not a valid message."""
+
+
+class CallRefused(TelegradError, PermissionError):
+    """A worker that runs exported functions alone does not do what was asked; the text names the rule."""
 
 
 class SerializationError(TelegradError, TypeError):

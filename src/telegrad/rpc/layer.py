@@ -107,6 +107,11 @@ class Layers:
         self._found: dict[type[Any], Any] = {}
         self.served: dict[type[Any], Served] = {}  # by the type of message
         self.wrap_call: list[WrapCall] = []  # of those that do wrap calls
+        # Where peers are not trusted (`rpc/trust/`): what looks at each request before its handler, whether values
+        # travel as plain data alone, and what keeps a record of all that leaves and comes.
+        self.before_serving: Handler | None = None
+        self.plain = False
+        self.audit: Any = None
 
     def __iter__(self) -> Iterator[Layer]:
         return iter(tuple(self._installed))  # a copy: compat installs one while others are being asked

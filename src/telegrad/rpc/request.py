@@ -9,7 +9,7 @@ import torch
 
 from telegrad.cuda import order
 from telegrad.rpc.devices import Placement
-from telegrad.rpc.remote_errors import describe_exception
+from telegrad.rpc.remote_errors import describe_exception, describe_in_short
 from telegrad.rpc.workers import Member, WorkerInfo
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
@@ -32,6 +32,9 @@ class AnswersTo(Protocol):
     main_by_value: bool  # whether functions of `__main__` must be sent whole to it
     info: WorkerInfo  # of this worker
     functions: Any  # numbers that stand for functions in this session
+    requests: Any  # what became of the caller's requests
+    plain: bool  # whether values travel as plain data alone, since the caller is not trusted
+    audit: Any  # what keeps a record of what leaves; None for none
 
     @property
     def placement(self) -> Placement:
@@ -100,6 +103,8 @@ class Request:
             packed.unsent()
             self.fail(error)
             return
+        if session.audit is not None:
+            session.audit.replied(self, message, packed.payload, specs)
         session.reply(Kind.REPLY, frame.request_id, message, packed.payload, specs, memory, lazy=lazy)
 
     def fail(self, error: BaseException) -> None:
@@ -110,6 +115,12 @@ class Request:
         if self.frame.kind == Kind.NOTICE:
             log.warning("a %s of %s failed: %s", type(self.message).__name__, session.member.name, error)
             return
+        if session.audit is not None:
+            session.audit.failed(self, error)
         if order.active:
             order.answering()
-        session.reply(Kind.FAILURE, self.frame.request_id, *describe_exception(error, info))
+        session.reply(Kind.FAILURE, self.frame.request_id, *self.describe(error))
+
+    def describe(self, error: BaseException) -> tuple[Any, ...]:
+        """An error as it travels to the caller: whole, or if that is not trusted as little as it needs."""
+        return (describe_in_short if self.session.plain else describe_exception)(error, self.session.info)

@@ -163,6 +163,10 @@ class RRef(Generic[T]):
 
 @overload
 def remote(
+    to: Worker, func: str, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> RRef[Any]: ...
+@overload
+def remote(
     to: Worker,
     func: Callable[[Unpack[Ts]], Coroutine[Any, Any, T]],
     args: tuple[*Ts],
@@ -212,7 +216,11 @@ def remote(
     to: Worker, func: Callable[..., T], args: list[Any], kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> RRef[T]: ...
 def remote(
-    to: Worker, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Worker,
+    func: Callable[..., Any] | str,
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
     """Run `func(*args, **kwargs)` on worker `to` and keep what it returns there; returns a reference to it at once.
 

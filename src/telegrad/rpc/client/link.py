@@ -221,6 +221,8 @@ class Link:
             slot.definition = definition
         if trace.recorder is not None:
             trace.recorder.asked(slot, message, packed.payload, specs, memory)
+        if self.runtime.layers.audit is not None:
+            self.runtime.layers.audit.sent(self.member.name, message, packed.payload, specs, slot.what())
         self.request(slot, message, packed.payload, specs, memory)
         return slot
 

@@ -24,6 +24,7 @@ from telegrad.rpc.job.store_recovery import StoreRecovery
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.server.run_call import CallService
+from telegrad.rpc.trust.guard import install_guard
 from telegrad.rpc.trust.job import JobTrust, tls_for, trust_for
 from telegrad.rpc.workers import Member, check_id
 from telegrad.transport.addresses import Listeners, host_identity
@@ -114,6 +115,7 @@ def _start_at(
         certificate=b"" if tls is None else tls.fingerprint,
     )
     agent = Agent(member, trust.secret.value, options, listeners, place, tls)
+    install_guard(agent)
     agent.world_size = world_size
     agent.store_recovery = StoreRecovery(agent, place)
     install_own_layers(agent)

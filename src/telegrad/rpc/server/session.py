@@ -82,7 +82,8 @@ class Session:
         self.member = member
         self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value
-        self.functions = FunctionTable()
+        self.plain, self.audit = runtime.layers.plain, runtime.layers.audit
+        self.functions = FunctionTable(member.name, exports_only=self.plain)
         self.connection: Connection | None = None
         self._lock = threading.Lock()
         self._turn: SessionTurn | None = None
@@ -214,6 +215,9 @@ class Session:
             return
         served = self._served.get(type(request.message))
         try:
+            before = self._layers.before_serving
+            if before is not None and request.message is request.frame.message:  # once: a layer unwraps and serves on
+                before(request)
             if served is None:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             if served.counts_as_work:
@@ -333,8 +337,9 @@ class Session:
         elif lazy:
             self._runtime.delayed_flush.within(LAZY, connection)
             hold = True
+        deadline = time.monotonic() + self.options.limits.patience if self.plain else None
         try:
-            return connection.send(frame[0], frame[1], 0, *frame[2:], hold=hold)
+            return connection.send(frame[0], frame[1], 0, *frame[2:], deadline=deadline, hold=hold)
         except (OSError, ValueError):
             log.debug("a reply to %s waits for its next connection", self.member.name)
             return None
