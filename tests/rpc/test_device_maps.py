@@ -7,11 +7,19 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.cuda import order
 from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.devices import Placement, check_maps
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Member
 from telegrad.wire.specs import TensorSpec
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPUs of these records do not exist, so this process must not go on as if it used them."""
+    monkeypatch.setattr(order, "active", order.active)
+    monkeypatch.setattr(order, "_devices", list(order._devices))
 
 
 def member(number: int, gpus: tuple[str, ...] = ("a", "b"), **fields: Any) -> Member:
