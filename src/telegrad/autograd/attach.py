@@ -8,7 +8,7 @@ A call outside any context passes untouched. One inside is always wrapped, even 
 function may use parameters, or call on to others, and both must happen in the caller's context.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import SendNode, attach_recv
+from telegrad.autograd.outside import leave_behind, without_grad
 from telegrad.autograd.registry import Registry, current, registry_of, within
 from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
@@ -48,12 +49,12 @@ def record_call(
     registry: Registry, to: WorkerId, message: AnyMessage, tensors: list[Tensor]
 ) -> tuple[AnyMessage, OnReply] | None:
     """A call goes out: wrapped if it is made in a context."""
+    if not torch.is_grad_enabled():
+        return message, _WITHOUT_GRAD
     context = current.get()
     if context is None:
         _check_strict(registry, to, tensors)
         return None
-    if not torch.is_grad_enabled():
-        return message, _WithoutGrad()
     if type(message) not in _CALLS:
         return None
     context.check_usable()
@@ -67,7 +68,7 @@ def record_call(
 def _check_strict(registry: Registry, to: WorkerId, tensors: list[Tensor]) -> None:
     """Outside any context nothing is recorded. While a strict one is open, that is taken for a mistake."""
     strict = registry.strict_context()
-    if strict is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if strict is not None and any(tensor.requires_grad for tensor in tensors):
         raise AutogradError(
             f"a tensor that requires grad was about to be sent to worker {to} outside any context, while the strict "
             f"context {strict} is open: its gradient would be lost. Make the call in the block of the context, or in "
@@ -80,10 +81,13 @@ class _WithoutGrad:
     """Under `no_grad` a result must not require grad, as it would not in one process."""
 
     def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
-        return message, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+        return message, without_grad(tensors) if tensors else tensors
 
     def unsent(self) -> None:
         """Nothing was recorded."""
+
+
+_WITHOUT_GRAD = _WithoutGrad()
 
 
 def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: list[Tensor]) -> AutogradMetadata:
@@ -205,6 +209,10 @@ class AutogradLayer(Registry):
         return {RpcWithAutograd: Served(partial(serve_recorded, self.agent))}
 
     wrap_call = record_call  # not by way of a method: it is on the path of every call
+
+    def on_plain_reply(self, what: Callable[[], str], tensors: list[Tensor]) -> list[Tensor]:
+        """Of a call outside any context."""
+        return leave_behind(what, tensors)
 
     def on_late_reply(self, frame: Frame, sender: WorkerId) -> None:
         """Its tensors are lost, and their Send must hear so."""

@@ -20,6 +20,7 @@ from telegrad import trace
 from telegrad.autograd.functions import Gradients, RecvNode
 from telegrad.engine.cut import empty_queue
 from telegrad.engine.graph import Entered, Graph, Root, reached_from
+from telegrad.engine.hints import add_hint
 from telegrad.engine.regions import Apart, Batch, Plan, Way
 from telegrad.errors import AutogradError, GradientMismatch
 
@@ -174,7 +175,8 @@ class LocalPass(Generic[K]):
                     self._all_has_run(graph)
                     return
                 taken = self._take()
-        except BaseException:
+        except BaseException as error:
+            add_hint(error)
             empty_queue()
             with self._lock:
                 self.over = True

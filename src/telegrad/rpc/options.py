@@ -18,6 +18,7 @@ DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 UNSET_RPC_TIMEOUT = -1.0
 
 SECRET_VARIABLE = "TELEGRAD_SECRET"
+HOST_VARIABLE = "TELEGRAD_HOST"
 LEAST_MESSAGE_BYTES = 64 * 1024  # what every worker takes in, so that smaller messages need not be measured
 
 DeviceLike = int | str | torch.device
@@ -45,7 +46,8 @@ class RpcBackendOptions:
         exports_only: for peers whose code is not trusted: run what `rpc.export` has exported and nothing else, accept
             and send no pickle, share no memory. `limits` bounds what each peer may ask.
         audit: a file or a logger for a record of all that leaves and comes (shapes and sizes, no contents).
-        host: the address to listen on; loopback by default.
+        host: the address to listen on; by default TELEGRAD_HOST, or where a secret is given the one on the network over
+            which the rendezvous store was reached, or loopback.
         rendezvous_timeout: seconds to wait for the other workers in `init_rpc`.
         connect_timeout: seconds that connecting to one worker may take.
         heartbeat: seconds of silence after which a worker that owes an answer is asked whether it lives; if it stays
@@ -119,7 +121,7 @@ class RpcBackendOptions:
         self.exports_only = exports_only
         self.limits = Limits() if limits is None else limits
         self.audit = audit
-        self.host = host
+        self.host = host if host is not None else os.environ.get(HOST_VARIABLE) or None
         self.rendezvous_timeout = float(rendezvous_timeout)
         self.connect_timeout = float(connect_timeout)
         self.heartbeat = float(heartbeat)

@@ -300,6 +300,11 @@ class Goodbye(Message, frozen=True, tag=45):
     """I am leaving on purpose; what you still ask of me will not be answered."""
 
     incarnation: Incarnation
+    exited: bool = False  # its program ended without calling shutdown
+
+
+class DialBack(Message, frozen=True, tag=49):
+    """Connect to me at the address I published, and answer with an Ack if that works."""
 
 
 class DebugWaits(Message, frozen=True, tag=46):
@@ -394,6 +399,7 @@ AnyMessage = (
     | ReleaseBlocks
     | RetireBlocks
     | Goodbye
+    | DialBack
     | DebugWaits
     | WaitsReply
     | Observe

@@ -52,7 +52,7 @@ class ReadLink(Protocol):
     def break_off(self, connection: Connection, error: TelegradError) -> None:
         """The worker sends nonsense."""
 
-    def said_goodbye(self) -> None:
+    def said_goodbye(self, exited: bool) -> None:
         """The worker leaves on purpose."""
 
     def timeout_error(self, slot: Slot) -> RpcTimeout:
@@ -230,7 +230,7 @@ class ReplyReader:
         """A frame came."""
         if frame.kind == Kind.NOTICE:
             if type(frame.message) is Goodbye:
-                self._link.said_goodbye()
+                self._link.said_goodbye(frame.message.exited)
             elif type(frame.message) is Exhausted:
                 self._link.exhausted = (time.monotonic(), frame.message.threads)
             return

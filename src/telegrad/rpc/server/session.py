@@ -56,7 +56,7 @@ class SessionEvents(Protocol):
     def session_lost(self, session: "Session") -> None:
         """The connection of a session ended."""
 
-    def caller_said_goodbye(self, member: Member) -> None:
+    def caller_said_goodbye(self, member: Member, exited: bool) -> None:
         """The caller leaves on purpose."""
 
 
@@ -290,7 +290,7 @@ class Session:
             if type(frame.message) is Ping:
                 self._send((Kind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
-                self._events.caller_said_goodbye(self.member)
+                self._events.caller_said_goodbye(self.member, frame.message.exited)
             elif type(frame.message) is Ack:  # it has said most by its header
                 requests.acknowledge_named(_numbers(frame.payload))
             elif requests.is_news(frame.request_id):
