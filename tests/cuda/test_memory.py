@@ -21,7 +21,9 @@ def taken() -> int:
 
 def tidy() -> int:
     """Return what is idle, as the agent does now and then, and say what is left."""
-    require_agent().liveness.tidy(time.monotonic())
+    agent = require_agent()
+    for end in (*agent.peers.links(), *agent.peers.sessions()):
+        end.tidy(time.monotonic())
     collect()
     return taken()
 

@@ -69,6 +69,11 @@ class Lane:
 def activate() -> None:
     """There may be CUDA tensors in messages from now on, here or at other workers."""
     global active  # noqa: PLW0603 - a module's flag, which costs a call without CUDA the least to look at
+    if not active:
+        # A leaf used by requests on several streams is no mistake here, and the engine orders them.
+        warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+        if warn is not None:
+            warn(False)
     active = True
 
 

@@ -127,7 +127,6 @@ def _start_at(
             importlib.import_module(layer).install(agent)
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
         _meet(agent, place, member, world_size)
-        check_maps(agent.directory.members(), is_static=world_size is not None)
         agent.watch_peers()
     except BaseException as error:
         set_current_agent(None)
@@ -180,6 +179,7 @@ def _meet(agent: Agent, place: MemberLog, member: Member, world_size: int | None
             if place.is_first and place.is_outdated(member.worker_id, member.incarnation):
                 raise _Outdated(f"worker {member.name!r} is not the first with its id")
     check_reach(agent)
+    check_maps(joining.seen.values(), is_static=world_size is not None)
 
 
 def _await_end_of(joining: Joining, place: MemberLog, agent: Agent) -> None:
