@@ -98,7 +98,7 @@ def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: li
     return AutogradMetadata(context.context_id, message_id)
 
 
-def _record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
+def record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
     """Put the tensors that required grad at their sender behind a Recv."""
     positions = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     if not positions:
@@ -145,7 +145,7 @@ class _Recorded:
         self._context.touch(message.participants)
         if any(tensor.requires_grad for tensor in tensors):
             self._context.arrived(message_id, self._to)
-        return message.reply, _record_recv(self._context, self._to, message_id, tensors)
+        return message.reply, record_recv(self._context, self._to, message_id, tensors)
 
     def unsent(self) -> None:
         """The call did not leave: nobody will ever return gradients for its tensors."""
@@ -179,7 +179,7 @@ def serve_recorded(agent: Agent, request: Request) -> None:
         return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
 
     request.message = message.call
-    request.on_tensors = lambda tensors: _record_recv(context, caller, message_id, tensors)
+    request.on_tensors = lambda tensors: record_recv(context, caller, message_id, tensors)
     request.on_reply = on_reply
     request.scope = lambda: within(context)
     request.session.serve(request)

@@ -10,6 +10,7 @@ from typing import Any
 
 from telegrad.cuda import order
 from telegrad.rpc.remote_errors import rebuild_exception
+from telegrad.rpc.threads.interrupts import interruptible
 from telegrad.rpc.threads.yield_turn import blocking
 
 MakeError = Callable[[], BaseException]
@@ -72,7 +73,7 @@ class Outcome:
             ended.acquire()
             self.when_done(ended.release)
             with blocking():
-                return ended.acquire(timeout=-1 if seconds is None else seconds)
+                return _acquire(ended, -1.0 if seconds is None else seconds)
         return True
 
     def get(self) -> Any:
@@ -82,6 +83,11 @@ class Outcome:
         if self.made is not None:
             order.follow(self.made)
         return self.value
+
+
+@interruptible
+def _acquire(lock: threading.Lock, seconds: float) -> bool:
+    return lock.acquire(timeout=seconds)
 
 
 class RemoteFailure:
