@@ -22,7 +22,7 @@ from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
-from telegrad.wire.frames import Frame, Head, Kind
+from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import Ack, AnyMessage, CleanupAutogradContext, Ping
 from tests.exploring import Chance, explore
 from tests.rpc.quiet import Events, quiet_runtime, serve_with
@@ -285,7 +285,7 @@ class World(Events):
 
 def _frame(content: Content) -> Frame:
     kind, request_id, ack, message, payload = content
-    return Frame(kind, request_id, ack, Head(message, (), ()), payload, None, 0)
+    return Frame(kind, request_id, ack, message, (), (), payload, None, 0)
 
 
 def _outcome(slot: Slot) -> str:
