@@ -8,7 +8,7 @@ A call outside any context passes untouched. One inside is always wrapped, even 
 function may use parameters, or call on to others, and both must happen in the caller's context.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import SendNode, attach_recv
+from telegrad.autograd.outside import leave_behind, without_grad
 from telegrad.autograd.registry import Registry, current, registry_of, within
 from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
@@ -50,12 +51,12 @@ def record_call(
     registry: Registry, to: WorkerId, message: AnyMessage, tensors: list[Tensor]
 ) -> tuple[AnyMessage, OnReply] | None:
     """A call goes out: wrapped if it is made in a context."""
+    if not torch.is_grad_enabled():
+        return message, _WITHOUT_GRAD
     context = current.get()
     if context is None:
         _check_strict(registry, to, tensors)
         return None
-    if not torch.is_grad_enabled():
-        return message, _WithoutGrad()
     if type(message) not in _CALLS:
         return None
     context.check_usable()
@@ -69,7 +70,7 @@ def record_call(
 def _check_strict(registry: Registry, to: WorkerId, tensors: list[Tensor]) -> None:
     """Outside any context nothing is recorded. While a strict one is open, that is taken for a mistake."""
     strict = registry.strict_context()
-    if strict is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if strict is not None and any(tensor.requires_grad for tensor in tensors):
         raise AutogradError(
             f"a tensor that requires grad was about to be sent to worker {to} outside any context, while the strict "
             f"context {strict} is open: its gradient would be lost. Make the call in the block of the context, or in "
@@ -82,10 +83,13 @@ class _WithoutGrad:
     """Under `no_grad` a result must not require grad, as it would not in one process."""
 
     def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
-        return message, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+        return message, without_grad(tensors) if tensors else tensors
 
     def unsent(self) -> None:
         """Nothing was recorded."""
+
+
+_WITHOUT_GRAD = _WithoutGrad()
 
 
 def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: list[Tensor]) -> AutogradMetadata:
@@ -96,7 +100,7 @@ def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: li
     return AutogradMetadata(context.context_id, message_id)
 
 
-def _record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
+def record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
     """Put the tensors that required grad at their sender behind a Recv."""
     required = [tensor.requires_grad for tensor in tensors]
     if True not in required:
@@ -143,7 +147,7 @@ class _Recorded(msgspec.Struct, eq=False):
             if tensor.requires_grad:
                 self._context.arrived(message_id, self._to)
                 break
-        return message.reply, _record_recv(self._context, self._to, message_id, tensors)
+        return message.reply, record_recv(self._context, self._to, message_id, tensors)
 
     def unsent(self) -> None:
         """The call did not leave: nobody will ever return gradients for its tensors."""
@@ -177,7 +181,7 @@ def serve_recorded(agent: Agent, request: Request) -> None:
         return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
 
     request.message = message.call
-    request.on_tensors = lambda tensors: _record_recv(context, caller, message_id, tensors)
+    request.on_tensors = lambda tensors: record_recv(context, caller, message_id, tensors)
     request.on_reply = on_reply
     request.scope = lambda: within(context)
     request.session.serve(request)
@@ -207,6 +211,10 @@ class AutogradLayer(Registry):
         return {RpcWithAutograd: Served(partial(serve_recorded, self.agent))}
 
     wrap_call = record_call  # not by way of a method: it is on the path of every call
+
+    def on_plain_reply(self, what: Callable[[], str], tensors: list[Tensor]) -> list[Tensor]:
+        """Of a call outside any context."""
+        return leave_behind(what, tensors)
 
     def on_late_reply(self, frame: Frame, sender: WorkerId) -> None:
         """Its tensors are lost, and their Send must hear so."""

@@ -92,6 +92,19 @@ class Context(msgspec.Struct, eq=False, weakref=True):
         if late is not None:
             late(message_id, sender)
 
+    def arrived_in_pass(self, message_id: MessageId, sender: WorkerId, pass_id: PassId) -> None:
+        """A message of a pass came, with gradients that have a graph; a Recv may follow.
+
+        It is no part of that pass, and its sender knows. Of a later one it might be, as any other message.
+        """
+        with self._lock:
+            self.orphans[message_id] = sender
+            begun = self._begun
+            of_later = begun is not None and (worker_of(begun) != worker_of(pass_id) or begun > pass_id)
+            late = self._late if of_later else None
+        if late is not None:
+            late(message_id, sender)
+
     def add_recv(self, recv: RecvNode) -> None:
         """The tensors of a message that arrived are now part of the graph here."""
         with self._lock:

@@ -48,6 +48,7 @@ class Graph:
 
     __slots__ = ("_nones", "_retain_graph", "_sums", "_taker", "edges", "gradients", "leaves", "parts")
     leaves: dict[Node, Tensor]
+    _create_graph = False  # see `higher/graph.py`
 
     def __init__(self, sends: Iterable[Entered], taker: Taker, retain_graph: bool) -> None:
         """Walk it from where the gradients of each Send enter. Engine calls give those of Recvs to `taker`."""
@@ -207,10 +208,10 @@ class Graph:
         if self._nones:
             with _entering(roots) as entering, running_in(self._taker):
                 edges, gradients = zip(*entering, strict=True)
-                return _run_backward(edges, gradients, self._retain_graph, False, wanted, True, accumulate)
+                return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
         edges, gradients = zip(*roots, strict=True)
         with running_in(self._taker):
-            return _run_backward(edges, gradients, self._retain_graph, False, wanted, True, accumulate)
+            return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
 
 
 def _is_large(gradient: Tensor) -> bool:

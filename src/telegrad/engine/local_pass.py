@@ -10,16 +10,17 @@ runs as far as it leads to no node that must wait: `regions.py` decides that, `g
 """
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from telegrad import trace
-from telegrad.autograd.functions import Gradients, RecvNode
+from telegrad.autograd.functions import Gradients, RecvNode, Taker
 from telegrad.engine.cut import empty_queue
 from telegrad.engine.graph import Entered, Graph, Root, reached_from
+from telegrad.engine.hints import add_hint
 from telegrad.engine.regions import Apart, Batch, Plan, Way
 from telegrad.errors import AutogradError, GradientMismatch
 
@@ -46,6 +47,7 @@ class LocalPass(Generic[K]):
     done = False  # all has run
     over = False  # given up: nothing is delivered any more
     gradients: Mapping[Tensor, Tensor] = {}
+    _graph_type: Callable[[Iterable[Entered], Taker, bool], Graph] = Graph
     _graph: Graph | None = None  # from the start to the end; the runner's
     _plan: "Apart[K, Node] | Plan[K, Node] | None" = None  # only if something may run before all has been heard
     _recvs: Iterable[RecvNode] = ()
@@ -83,7 +85,7 @@ class LocalPass(Generic[K]):
 
     def start(self, sends: Sends[K], recvs: Iterable[RecvNode]) -> None:
         """Walk the graph, and tell the Recvs that nothing reaches."""
-        graph = Graph(sends.values(), self._tell, self.retain_graph)
+        graph = self._graph_type(sends.values(), self._tell, self.retain_graph)
         self._recvs = recvs
         self._untold = untold = {recv.node: recv for recv in recvs}
         if not untold.keys() <= graph.edges.keys():
@@ -174,7 +176,8 @@ class LocalPass(Generic[K]):
                     self._all_has_run(graph.gradients)
                     return
                 taken = self._take()
-        except BaseException:
+        except BaseException as error:
+            add_hint(error)
             empty_queue()
             with self._lock:
                 self.over = True

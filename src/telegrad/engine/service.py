@@ -55,6 +55,8 @@ _ALL = [(True,) * count for count in range(8)]
 class Service(Layer):
     """The engine of one agent."""
 
+    recording: "Service | None" = None  # its other class, for passes beyond the first order (`higher/service.py`)
+
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.registry: Registry = registry_of(agent)
@@ -75,6 +77,10 @@ class Service(Layer):
         pass_ = RootPass(self, context, PassId(next(self._pass_ids)), retain_graph, timeout)
         self._enter(context, pass_)
         return pass_
+
+    def open_recording(self, context: Context, timeout: float) -> RootPass:
+        """A new pass whose root is here and whose gradients have a graph; of the layer that knows such passes."""
+        raise NotImplementedError
 
     def join(
         self, context: Context, pass_id: PassId, root: WorkerId, retain_graph: bool, known: Iterable[WorkerId]

@@ -1,11 +1,13 @@
 """Options of an agent, with torch's names and defaults, and what Telegrad adds."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from telegrad.rpc.trust.exports import Limits
 from telegrad.transport.addresses import ALL_TRANSPORTS, TRANSPORTS
 from telegrad.transport.tls import Tls
 
@@ -16,6 +18,7 @@ DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 UNSET_RPC_TIMEOUT = -1.0
 
 SECRET_VARIABLE = "TELEGRAD_SECRET"
+HOST_VARIABLE = "TELEGRAD_HOST"
 LEAST_MESSAGE_BYTES = 64 * 1024  # what every worker takes in, so that smaller messages need not be measured
 
 DeviceLike = int | str | torch.device
@@ -40,7 +43,11 @@ class RpcBackendOptions:
         insecure: go without a secret between hosts: whoever can reach the workers can run code as you.
         tls: certificates for TCP (`Tls(cert, key, ca)`), True or False; by default TCP between hosts is encrypted with
             a key made for the job, if the extra `tls` is installed.
-        host: the address to listen on; loopback by default.
+        exports_only: for peers whose code is not trusted: run what `rpc.export` has exported and nothing else, accept
+            and send no pickle, share no memory. `limits` bounds what each peer may ask.
+        audit: a file or a logger for a record of all that leaves and comes (shapes and sizes, no contents).
+        host: the address to listen on; by default TELEGRAD_HOST, or where a secret is given the one on the network over
+            which the rendezvous store was reached, or loopback.
         rendezvous_timeout: seconds to wait for the other workers in `init_rpc`.
         connect_timeout: seconds that connecting to one worker may take.
         heartbeat: seconds of silence after which a worker that owes an answer is asked whether it lives; if it stays
@@ -63,6 +70,9 @@ class RpcBackendOptions:
         secret_file: str | None = None,
         insecure: bool = False,
         tls: Tls | bool | None = None,
+        exports_only: bool = False,
+        limits: Limits | None = None,
+        audit: str | os.PathLike[str] | logging.Logger | None = None,
         host: str | None = None,
         rendezvous_timeout: float = 120.0,
         connect_timeout: float = 10.0,
@@ -94,12 +104,15 @@ class RpcBackendOptions:
             self.set_device_map(to, device_map)
         self.devices: list[torch.device] = [_cuda_device(d) for d in devices or ()]
         self.transports = tuple(transports)
-        self.shared_memory = shared_memory
+        self.shared_memory = shared_memory and not exports_only  # a sender could change what was sent
         self.secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE) if not secret_file else None
         self.secret_file = secret_file
         self.insecure = insecure
         self.tls = tls
-        self.host = host
+        self.exports_only = exports_only
+        self.limits = Limits() if limits is None else limits
+        self.audit = audit
+        self.host = host if host is not None else os.environ.get(HOST_VARIABLE) or None
         self.rendezvous_timeout = float(rendezvous_timeout)
         self.connect_timeout = float(connect_timeout)
         self.heartbeat = float(heartbeat)

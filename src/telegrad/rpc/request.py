@@ -9,7 +9,7 @@ import torch
 
 from telegrad.rpc.devices import place
 from telegrad.rpc.options import RpcBackendOptions
-from telegrad.rpc.remote_errors import describe_exception
+from telegrad.rpc.remote_errors import describe_exception, describe_in_short
 from telegrad.rpc.workers import Member, WorkerInfo
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame, Kind
@@ -33,6 +33,9 @@ class AnswersTo(Protocol):
     info: WorkerInfo  # of this worker
     options: RpcBackendOptions
     functions: Any  # numbers that stand for functions in this session
+    requests: Any  # what became of the caller's requests
+    plain: bool  # whether values travel as plain data alone, since the caller is not trusted
+    audit: Any  # what keeps a record of what leaves; None for none
 
     def serve(self, request: "Request") -> None:
         """Give a request to the handler of its message."""
@@ -94,6 +97,8 @@ class Request:
             packed.unsent()
             self.fail(error)
             return
+        if session.audit is not None:
+            session.audit.replied(self, message, packed.payload, specs)
         session.reply(Kind.REPLY, frame.request_id, message, packed.payload, specs, memory, lazy=lazy)
 
     def fail(self, error: BaseException) -> None:
@@ -104,4 +109,10 @@ class Request:
         if self.frame.kind == Kind.NOTICE:
             log.warning("a %s of %s failed: %s", type(self.message).__name__, session.member.name, error)
             return
-        session.reply(Kind.FAILURE, self.frame.request_id, *describe_exception(error, info))
+        if session.audit is not None:
+            session.audit.failed(self, error)
+        session.reply(Kind.FAILURE, self.frame.request_id, *self.describe(error))
+
+    def describe(self, error: BaseException) -> tuple[Any, ...]:
+        """An error as it travels to the caller: whole, or if that is not trusted as little as it needs."""
+        return (describe_in_short if self.session.plain else describe_exception)(error, self.session.info)

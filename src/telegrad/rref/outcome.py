@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
+from telegrad.rpc.remote_errors import rebuild_exception
 from telegrad.rpc.threads.yield_turn import blocking
-from telegrad.rpc.workers import WorkerInfo
 
 MakeError = Callable[[], BaseException]
 
@@ -84,8 +83,8 @@ class RemoteFailure:
 
     __slots__ = ("described",)
 
-    def __init__(self, error: BaseException, here: WorkerInfo) -> None:
-        self.described = describe_exception(error, here)
+    def __init__(self, described: tuple[Any, ...]) -> None:
+        self.described = described
 
     def __call__(self) -> BaseException:
         """The error as it is raised on this worker."""

@@ -186,6 +186,18 @@ class PropagateGradients(Message, frozen=True, tag=23):
     present: tuple[bool, ...]
 
 
+class WithGraph(Message, frozen=True, tag=66):
+    """A message of a pass beyond the first order. Its gradients have a graph (`create_graph`), or are asked of some
+    tensors only: `inputs` says of how many on each worker. `recorded`: the id under which the gradients in it left a
+    Send, to be received like those of a call; -1 if they have no graph."""
+
+    message: BeginPass | PropagateGradients
+    create_graph: bool
+    only_inputs: bool
+    inputs: tuple[tuple[WorkerId, int], ...]
+    recorded: MessageId
+
+
 class TooLateForPass(Message, frozen=True, tag=51):
     """The message of the Send named in the metadata came when I had begun this pass: no gradient will come for it. This
     does not begin the pass. The reply is an Ack."""
@@ -205,6 +217,13 @@ class PassDone(Message, frozen=True, tag=24):
 
     participants: tuple[WorkerId, ...]
     gradients: tuple[tuple[MessageId, tuple[bool, ...]], ...]
+
+
+class PassDoneWithInputs(Message, frozen=True, tag=67):
+    """A `PassDone`, and which of the tensors asked of this worker have a gradient, by their position."""
+
+    done: PassDone
+    found: tuple[int, ...]
 
 
 class AbortPass(Message, frozen=True, tag=25):
@@ -300,6 +319,11 @@ class Goodbye(Message, frozen=True, tag=45):
     """I am leaving on purpose; what you still ask of me will not be answered."""
 
     incarnation: Incarnation
+    exited: bool = False  # its program ended without calling shutdown
+
+
+class DialBack(Message, frozen=True, tag=49):
+    """Connect to me at the address I published, and answer with an Ack if that works."""
 
 
 class DebugWaits(Message, frozen=True, tag=46):
@@ -349,6 +373,8 @@ AnyMessage = (
     | PropagateGradientsReply
     | TooLateForPass
     | PassDone
+    | PassDoneWithInputs
+    | WithGraph
     | AbortPass
     | ParticipantDied
     | CleanupAutogradContext
@@ -362,6 +388,7 @@ AnyMessage = (
     | ReleaseBlocks
     | RetireBlocks
     | Goodbye
+    | DialBack
     | DebugWaits
     | WaitsReply
     | Observe

@@ -24,6 +24,7 @@ from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
+from telegrad.transport.addresses import TCP
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.codec import Packed
@@ -61,10 +62,10 @@ class LinkEvents(Protocol):
     def link_lost(self, link: "Link") -> None:
         """The connection of a link ended: replace it, or find that the worker is dead."""
 
-    def lost(self, member: Member, why: str) -> None:
-        """A worker is gone for good."""
+    def unanswered(self, member: Member, why: str) -> None:
+        """Nobody listens any more where a worker did: it is gone for good."""
 
-    def said_goodbye(self, member: Member) -> None:
+    def said_goodbye(self, member: Member, exited: bool) -> None:
         """The worker leaves on purpose; nothing more comes from it."""
 
 
@@ -129,15 +130,16 @@ class Link:
         if not isinstance(dialled, Unanswered):
             return dialled
         if dialled.gone:
-            self._events.lost(self.member, f"worker {self.member.name!r} is gone: {dialled.why}")
+            self._events.unanswered(self.member, f"worker {self.member.name!r} is gone: {dialled.why}")
             raise self.dead.again() if self.dead is not None else self._unanswered(dialled)
         raise self._unanswered(dialled)
 
     def _unanswered(self, outcome: Unanswered) -> WorkerDied:
         member = self.member
+        where = ", ".join(f"{a.host}:{a.where}" if a.kind == TCP else a.where for a in member.addresses)
         return WorkerDied(
-            f"worker {member.name!r} does not answer at {', '.join(a.where for a in member.addresses)} "
-            f"({outcome.why}). It ended, or cannot be reached from here.",
+            f"worker {member.name!r} does not answer at {where} ({outcome.why}). "
+            "It ended, or cannot be reached from here.",
             worker=member.name,
             incarnation=member.incarnation,
         )
@@ -219,6 +221,8 @@ class Link:
             slot.definition = definition
         if trace.recorder is not None:
             trace.recorder.asked(slot, message, packed.payload, specs, memory)
+        if self.runtime.layers.audit is not None:
+            self.runtime.layers.audit.sent(self.member.name, message, packed.payload, specs, slot.what())
         self.request(slot, message, packed.payload, specs, memory)
         return slot
 
@@ -317,9 +321,9 @@ class Link:
 
     # --- failures ---
 
-    def said_goodbye(self) -> None:
+    def said_goodbye(self, exited: bool) -> None:
         """The worker leaves on purpose."""
-        self._events.said_goodbye(self.member)
+        self._events.said_goodbye(self.member, exited)
 
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""

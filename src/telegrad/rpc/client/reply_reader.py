@@ -52,7 +52,7 @@ class ReadLink(Protocol):
     def break_off(self, connection: Connection, error: TelegradError) -> None:
         """The worker sends nonsense."""
 
-    def said_goodbye(self) -> None:
+    def said_goodbye(self, exited: bool) -> None:
         """The worker leaves on purpose."""
 
     def timeout_error(self, slot: Slot) -> RpcTimeout:
@@ -67,6 +67,7 @@ class ReplyReader:
         self._runtime = link.runtime
         self._io_threads = link.runtime.io_threads
         self._pending = link.pending
+        self._audit = link.runtime.layers.audit
         self.state = IDLE
         self.last_heard = 0.0
         self.last_asked = 0.0  # when a call was held back in a burst
@@ -229,7 +230,7 @@ class ReplyReader:
         """A frame came."""
         if frame.kind == Kind.NOTICE:
             if type(frame.message) is Goodbye:
-                self._link.said_goodbye()
+                self._link.said_goodbye(frame.message.exited)
             elif type(frame.message) is Exhausted:
                 self._link.exhausted = (time.monotonic(), frame.message.threads)
             return
@@ -240,6 +241,8 @@ class ReplyReader:
                 for layer in self._runtime.layers:
                     layer.on_late_reply(frame, self._link.member.worker_id)
             return
+        if self._audit is not None:
+            self._audit.came(self._link.member.name, frame.message, frame.payload, frame.tensors, slot.what())
         slot.frame = frame
         self.finish(slot)
 

@@ -134,6 +134,8 @@ class Waits(Layer):
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        # What is printed on SIGUSR1; a layer above may know more.
+        self.describe: Callable[[], str] = lambda: debug_waits(cluster=True)
         self._restore_signal = _install_signal(agent)
 
     def messages(self) -> Mapping[type[Any], Served]:
@@ -172,5 +174,5 @@ def _install_signal(agent: Agent) -> Callable[[], None]:
 def _print() -> None:
     agent = current_agent()
     if agent is not None:
-        sys.stderr.write(f"--- {agent.info.name} ---\n{debug_waits(cluster=True)}\n")
+        sys.stderr.write(f"--- {agent.info.name} ---\n{agent.layer(Waits).describe()}\n")
         sys.stderr.flush()

@@ -44,7 +44,7 @@ class Connector:
         self._tls = tls
         # What is done to each connection this worker dials; tests put faults there.
         self.fit_out: Callable[[Connection], Connection] = lambda connection: connection
-        self._main = main_fingerprint()
+        self._main = "" if self._options.exports_only else main_fingerprint()  # nobody's concern there
         self._acceptor = Acceptor(
             listeners, secret, self._options, runtime.io_threads, runtime.timer, self._admit, self._admitted, tls
         )

@@ -54,7 +54,7 @@ class SessionEvents(Protocol):
     def session_lost(self, session: "Session") -> None:
         """The connection of a session ended."""
 
-    def caller_said_goodbye(self, member: Member) -> None:
+    def caller_said_goodbye(self, member: Member, exited: bool) -> None:
         """The caller leaves on purpose."""
 
 
@@ -80,7 +80,8 @@ class Session:
         self.member = member
         self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value
-        self.functions = FunctionTable()
+        self.plain, self.audit = runtime.layers.plain, runtime.layers.audit
+        self.functions = FunctionTable(member.name, exports_only=self.plain)
         self.connection: Connection | None = None
         self._lock = threading.Lock()
         self._turn: SessionTurn | None = None
@@ -206,6 +207,9 @@ class Session:
             return
         served = self._served.get(type(request.message))
         try:
+            before = self._layers.before_serving
+            if before is not None and request.message is request.frame.message:  # once: a layer unwraps and serves on
+                before(request)
             if served is None:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             if served.counts_as_work:
@@ -275,7 +279,7 @@ class Session:
             if type(frame.message) is Ping:
                 self._send((Kind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
-                self._events.caller_said_goodbye(self.member)
+                self._events.caller_said_goodbye(self.member, frame.message.exited)
             elif type(frame.message) is Ack:  # it has said most by its header
                 requests.acknowledge_named(_numbers(frame.payload))
             elif requests.is_news(frame.request_id):
@@ -322,8 +326,9 @@ class Session:
         elif lazy:
             self._runtime.delayed_flush.within(LAZY, connection)
             hold = True
+        deadline = time.monotonic() + self.options.limits.patience if self.plain else None
         try:
-            return connection.send(frame[0], frame[1], 0, *frame[2:], hold=hold)
+            return connection.send(frame[0], frame[1], 0, *frame[2:], deadline=deadline, hold=hold)
         except (OSError, ValueError):
             log.debug("a reply to %s waits for its next connection", self.member.name)
             return None
