@@ -10,6 +10,8 @@ the Recv: two calls may be in one graph at the same time, one of a pass that was
 that a hook makes within.
 """
 
+import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,9 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from telegrad.autograd.thread_state import get_state as _get_state
-from telegrad.autograd.thread_state import has_state as _has_state
-from telegrad.autograd.thread_state import set_state as _set_state
 from telegrad.errors import AutogradError, GradientMismatch
 from telegrad.ids import MessageId, WorkerId
 
@@ -139,6 +138,33 @@ class _Drop(torch.autograd.Function):
 Taker: TypeAlias = Callable[[Node, Gradients], None]
 
 _TAKER = "telegrad.taker"
+_has_state, _get_state = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
+_set_state: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+
+
+def _takes_no_reference() -> bool:
+    """Whether this torch forgets to count the reference that it keeps and later drops; those before 2.13 may."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    _set_state("telegrad.probe", probe)
+    forgets = sys.getrefcount(probe) == before
+    if forgets:
+        _count_reference(probe)
+    _set_state("telegrad.probe", None)
+    return forgets
+
+
+_count_reference = ctypes.pythonapi.Py_IncRef
+_count_reference.argtypes, _count_reference.restype = (ctypes.py_object,), None
+
+
+def _set_counted(key: str, value: object) -> None:
+    _count_reference(value)
+    torch._C._stash_obj_in_tls(key, value)
+
+
+if _takes_no_reference():
+    _set_state = _set_counted
 
 
 def taker() -> Taker | None:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import trace
+from telegrad.cuda import order
 from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
-from telegrad.rpc.devices import place
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
@@ -174,6 +174,8 @@ class Link:
         return connection
 
     def _send_again(self, connection: Connection, deadline: float) -> None:
+        if order.active and self.pending:
+            order.synchronize()  # this thread's streams are not those the tensors were made on
         for number, notice in list(self._notices):
             connection.send(Kind.NOTICE, number, 0, notice, deadline=deadline)
         for slot in self.pending.snapshot():
@@ -203,8 +205,8 @@ class Link:
         memory: Any = ()
         if packed.tensors:
             specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
-            if type(memory) is not bytes:
-                specs = place(self.runtime.options, self.runtime.info.name, self.member, specs)
+            if order.active or self.member.device_maps:
+                specs, memory = self.runtime.placement.place(self.member, packed.tensors, specs, memory)
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
         slot.since = now

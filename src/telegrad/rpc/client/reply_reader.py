@@ -14,13 +14,14 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 from telegrad import trace
 from telegrad.errors import ProtocolError, RpcTimeout, TelegradError
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
+from telegrad.rpc.threads.interrupts import interruptible
 from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import blocking, local
 from telegrad.rpc.workers import Member
@@ -80,6 +81,22 @@ class ReplyReader:
 
     def wait(self, slot: Slot) -> None:
         """Return when `slot` is done; raises RpcTimeout at its deadline, unless `slot.complete` takes the error."""
+        try:
+            self._wait(slot)
+        except BaseException:  # an interrupt: nobody waits for the reply any more
+            self._abandon(slot)
+            raise
+
+    def _abandon(self, slot: Slot) -> None:
+        if not slot.done and slot.complete is None and self._pending.give_up(slot.request_id) is not None:
+            slot.done = True
+        with self._lock:
+            if slot in self._waiters:
+                self._waiters.remove(slot)
+            if self.state == IDLE:  # the reading may have been passed to this thread
+                self._pass_on()
+
+    def _wait(self, slot: Slot) -> None:
         while not slot.done:
             with self._lock:
                 if self.state == READING:
@@ -119,7 +136,7 @@ class ReplyReader:
     def _sleep_until_woken(self, slot: Slot) -> None:
         left = -1.0 if slot.deadline == FOREVER else max(0.0, slot.deadline - time.monotonic())
         with blocking():
-            woken = slot.wake.acquire(timeout=left)
+            woken = _acquire(slot.wake, left)
         if woken and slot.done:
             slot.wake.release()  # several threads may wait for one future: each wakes the next
         with self._lock:
@@ -296,3 +313,8 @@ class ReplyReader:
                 self._io_threads.submit(lambda: complete(slot))
                 return
         complete(slot)
+
+
+@interruptible
+def _acquire(lock: Any, seconds: float) -> bool:
+    return lock.acquire(timeout=seconds)  # type: ignore[no-any-return]

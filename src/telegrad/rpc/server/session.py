@@ -15,7 +15,9 @@ from collections import deque
 from typing import Any, Protocol
 
 from telegrad import trace
+from telegrad.cuda import order
 from telegrad.errors import ProtocolError
+from telegrad.rpc.devices import Placement
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.at_most_once import NEW, AtMostOnce, Reply
@@ -106,6 +108,11 @@ class Session:
         is_work = self._layers.is_work
         served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if is_work(kind)]
         return served + [f"an answer to worker {name!r}"] * len(self.requests.answering)
+
+    @property
+    def placement(self) -> Placement:
+        """Where tensors go on other workers."""
+        return self._runtime.placement
 
     def served(self) -> list[tuple[type, float]]:
         """The messages of the requests being served, and since when."""
@@ -214,7 +221,10 @@ class Session:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             if served.counts_as_work:
                 self._runtime.calls_served += 1
-            served.handler(request)
+            if order.active and served.counts_as_work:
+                order.run(served.handler, request, request.frame.arrived)
+            else:
+                served.handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
             request.fail(error)
 
@@ -343,6 +353,8 @@ class Session:
         if connection is None:
             return
         if len(reply) > 1:
+            if order.active:
+                order.synchronize()  # this thread's streams are not those the result was made on
             self._send(reply)
             return
         try:
