@@ -50,18 +50,17 @@ class AnswersTo(Protocol):
 class Request:
     """One request being served. Handlers read it, and reply once, from any thread, now or later."""
 
-    __slots__ = ("_came", "frame", "message", "on_reply", "on_tensors", "scope", "session")
+    # Defaults of the class, for most requests set none of these. By layers above that wrap calls: what to do with the
+    # tensors that came, and with the reply going out; and what makes the context in which a user's function runs.
+    on_tensors: Any = None
+    on_reply: Any = None
+    scope: Any = None
+    _came: frozenset[int] = frozenset()  # the storages of large tensors that came with it
 
     def __init__(self, session: AnswersTo, frame: Frame) -> None:
         self.session = session
         self.frame = frame
         self.message: AnyMessage = frame.message
-        self._came: frozenset[int] = frozenset()  # the storages of large tensors that came with it
-        # Set by layers above that wrap calls: what to do with the tensors that came, and with the reply going out.
-        self.on_tensors: Any = None
-        self.on_reply: Any = None
-        # Makes the context in which a user's function runs.
-        self.scope: Any = None
 
     def __repr__(self) -> str:
         return f"<Request {self.frame.request_id} of {self.session.member.name!r}: {type(self.message).__name__}>"

@@ -166,16 +166,17 @@ class Session:
                 turn.give_up()
                 return
             try:
-                self.requests.check()
-                frames = connection.receive()
-                self._note_definitions(frames)
-                if not frames and frames is not None:
+                # Looked at before it is read: usually nothing is there yet, and reading would raise that.
+                if not connection.stream.readable(0):
                     if self._holds:
                         self._flush(connection)
                     if self._deferred:
                         self.serve_deferred()
-                    if self._spinner.wait(connection.stream.readable, self._io_threads, 1):
-                        continue
+                    if not self._spinner.wait(connection.stream.readable, self._io_threads, 1):
+                        turn.give_up()
+                        return
+                self.requests.check()
+                frames = connection.receive()
             except (OSError, ValueError):
                 frames = None
             except ProtocolError as error:
@@ -184,15 +185,13 @@ class Session:
             if frames is None:
                 self.ended(connection)
                 return
-            if not frames:
-                turn.give_up()
-                return
+            self._note_definitions(frames)
             if trace.recorder is not None:
                 trace.recorder.arrived(self, frames)
             inbox.extend(frames)
 
-    def _note_definitions(self, frames: list[Frame] | None) -> None:
-        for frame in frames or ():
+    def _note_definitions(self, frames: list[Frame]) -> None:
+        for frame in frames:
             call: Any = frame.message
             while (inner := getattr(call, "call", None)) is not None:  # a message that wraps a call has it within
                 call = inner
