@@ -36,7 +36,7 @@ class Quiet:
 
     def __init__(self, *messages: AnyMessage) -> None:
         self._frames = [Frame(Kind.REQUEST, i + 1, 0, m, (), (), b"", None, 0) for i, m in enumerate(messages)]
-        self.stream = SimpleNamespace(fileno=lambda: 0, readable=lambda _: False)
+        self.stream = SimpleNamespace(fileno=lambda: 0, readable=lambda _: bool(self._frames))
         self.copier = SimpleNamespace()
 
     def receive(self) -> list[Frame]:

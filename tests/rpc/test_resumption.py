@@ -136,6 +136,7 @@ class World(Events):
         quiet.layers.install(LateReplies(self.late))
         serve_with(quiet, self.serve, CleanupAutogradContext, deferrable=True)
         serve_with(quiet, self.serve, Ping)
+        self.tasks = quiet.io_threads.tasks
         self.link = Link(shared, self, CALLEE, 1)
         self.session = Session(shared, self, CALLER, False)
 
@@ -220,7 +221,8 @@ class World(Events):
     def read(self, wire: Wire) -> None:
         """As the reader of replies does with one frame."""
         frame = _frame(wire.to_caller.popleft())
-        self.link.replies.take(frame)
+        slot = self.link.replies.take(frame)
+        self.link.replies.complete([] if slot is None else [slot])
         if self.by_name:
             self.link.replies.acknowledge(wire.caller)  # type: ignore[arg-type]
         self.link.replies.flush(wire.caller)  # type: ignore[arg-type]
@@ -241,6 +243,7 @@ class World(Events):
         self.left["deadline"] -= 1
         slot.deadline = 0.0
         self.link.expire()
+        self.tasks.popleft()()
 
     # --- the course of things ---
 

@@ -355,6 +355,38 @@ class Observed(Message, frozen=True, tag=61):
     data: bytes
 
 
+class AnnounceDeviceBlock(Message, frozen=True, tag=80):
+    """A block of my device memory that messages will name; with `ask`, tell me whether you can open it."""
+
+    number: int
+    size: int
+    gpu: str  # its UUID
+    offset: int  # in the memory that the handle stands for
+    memory: bytes  # what it is opened with
+    page: int  # the block of shared memory, and the place in it, that says which use was written and read
+    flag: int
+    ask: bool
+
+
+class DeviceBlockOpened(Message, frozen=True, tag=81):
+    """I opened a block of your device memory, or cannot, and why."""
+
+    number: int
+    refusal: str
+
+
+class ReleaseDeviceBlocks(Message, frozen=True, tag=82):
+    """I have copied these blocks of your device memory, or closed them if you had retired them."""
+
+    blocks: tuple[int, ...]
+
+
+class RetireDeviceBlocks(Message, frozen=True, tag=83):
+    """I will not use these blocks of my device memory again; close them and tell me."""
+
+    blocks: tuple[int, ...]
+
+
 AnyMessage = (
     PythonCall
     | PythonReply
@@ -400,4 +432,8 @@ AnyMessage = (
     | CancelCall
     | Observe
     | Observed
+    | AnnounceDeviceBlock
+    | DeviceBlockOpened
+    | ReleaseDeviceBlocks
+    | RetireDeviceBlocks
 )

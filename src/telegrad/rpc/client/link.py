@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import trace
+from telegrad.cuda import order
 from telegrad.errors import CallCancelled, ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
-from telegrad.rpc.devices import place
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
@@ -174,6 +174,8 @@ class Link:
         return connection
 
     def _send_again(self, connection: Connection, deadline: float) -> None:
+        if order.active and self.pending:
+            order.synchronize()  # this thread's streams are not those the tensors were made on
         for number, notice in list(self._notices):
             connection.send(Kind.NOTICE, number, 0, notice, deadline=deadline)
         for slot in self.pending.snapshot():
@@ -203,8 +205,8 @@ class Link:
         memory: Any = ()
         if packed.tensors:
             specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
-            if type(memory) is not bytes:
-                specs = place(self.runtime.options, self.runtime.info.name, self.member, specs)
+            if order.active or self.member.device_maps:
+                specs, memory = self.runtime.placement.place(self.member, packed.tensors, specs, memory)
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
         slot.since = now
@@ -353,7 +355,7 @@ class Link:
             return False
         self.left_by_caller(slot)
         slot.error = CallCancelled(f"{slot.what()} was cancelled")
-        self.replies.finish(slot)
+        self.replies.settle([slot])
         return True
 
     def left_by_caller(self, slot: Slot) -> None:
@@ -372,8 +374,7 @@ class Link:
         for slot in late:
             self.left_by_caller(slot)
             slot.error = self.timeout_error(slot)
-            slot.done = True
-            self.replies.complete(slot)
+        self.replies.settle(late)
         if again != FOREVER:
             self.runtime.timer.at(again, self.expire)
 
@@ -427,9 +428,10 @@ class Link:
                 self._io_threads.forget(connection.stream.fileno())
                 connection.close()
                 self.current = None
-        for slot in self.pending.take_all():
+        waiting = self.pending.take_all()
+        for slot in waiting:
             slot.error = ProtocolError(f"worker {self.member.name!r} broke the protocol during {slot.what()}: {error}")
-            self.replies.finish(slot)
+        self.replies.settle(waiting)
 
     def fail(self, error: WorkerDied) -> None:
         """The worker is gone for good."""
@@ -443,9 +445,10 @@ class Link:
         self.settled.set()
 
     def _fail_all(self) -> None:
-        for slot in self.pending.take_all():
+        waiting = self.pending.take_all()
+        for slot in waiting:
             slot.error = self.died(slot)
-            self.replies.finish(slot)
+        self.replies.settle(waiting)
 
     def close(self) -> None:
         """End the link from this side; what still waits is told so."""
