@@ -30,9 +30,9 @@ def test_received_tensors_share_one_node_and_require_grad() -> None:
     "make",
     [
         lambda: torch.arange(6.0),
-        lambda: torch.arange(6.0).view(2, 3),
-        lambda: torch.arange(6.0).view(2, 3).t(),
-        lambda: torch.arange(6.0).as_strided((2, 2), (1, 2)),
+        lambda: torch.arange(6.0).view(2, 3).detach(),
+        lambda: torch.arange(6.0).view(2, 3).t().detach(),
+        lambda: torch.arange(6.0).as_strided((2, 2), (1, 2)).detach(),
         lambda: torch.tensor(1.0),
         lambda: torch.empty(0),
         lambda: torch.zeros(2, dtype=torch.complex64),

@@ -104,7 +104,7 @@ def test_map_gives_a_slow_worker_fewer(trio: Cluster) -> None:
 def served() -> int:
     from telegrad.rpc.current import require_agent
 
-    return require_agent().calls_served
+    return require_agent().runtime.calls_served
 
 
 def test_as_completed(trio: Cluster) -> None:

@@ -81,7 +81,7 @@ class Worker:
             raise _death(member)
         slot = Slot(given["what"], 0.0, FOREVER)
         slot.complete = given["complete"]
-        slot.link = SimpleNamespace(member=member, wait=self.world.until_done, look_out=lambda: None)
+        slot.link = SimpleNamespace(member=member, wait=self.world.until_done, expect=lambda: None)
         self.asked.setdefault(member.name, []).append(slot)
         self.world.put("request", self, member, (message, packed.tensors, slot))
         return slot

@@ -60,4 +60,4 @@ def call(caller: str, to: str, func: Any, *args: Any, timeout: float = 20.0) -> 
     """Call a function from one agent on another, and wait."""
     agent = agents[caller]
     member = agent.find(to)
-    return wait_for_value(start_call(agent, member, func, args, {}, timeout))
+    return wait_for_value(start_call(agent, agent.link(member), func, args, {}, timeout))

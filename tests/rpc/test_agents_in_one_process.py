@@ -112,7 +112,7 @@ def test_many_at_once_from_all_sides(three: dict[str, Agent]) -> None:
 
 
 def test_errors_say_where(three: dict[str, Agent]) -> None:
-    with pytest.raises(LookupError, match=r"(?s)asked for.*name=c.*in fail.*name=b.*in call"):
+    with pytest.raises(LookupError, match=r"(?s)asked for.*worker 'b'.*in call.*worker 'c'.*in fail"):
         call("a", "b", call, "b", "c", fail, "asked for")
 
 

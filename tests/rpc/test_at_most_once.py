@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.rpc.server.at_most_once import KEPT_NOTICES, NEW, AtMostOnce
+from telegrad.rpc.client.link import KEPT_NOTICES
+from telegrad.rpc.server.at_most_once import NEW, AtMostOnce
 
 
 def run(requests: AtMostOnce, *request_ids: int) -> None:

@@ -4,19 +4,18 @@ import operator
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from telegrad.errors import ProtocolError
 from telegrad.ids import ContextId, ForkId, Incarnation, MessageId, RRefId, WorkerId
-from telegrad.rpc.server.request import Request
-from telegrad.rpc.server.run_call import resolve
+from telegrad.rpc.request import Request
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import Frame, Head, Kind
 from telegrad.wire.messages import AnyMessage, AutogradMetadata, PythonCall, PythonRemoteCall, RpcWithAutograd
+from tests.rpc.quiet import Events, quiet_runtime, serve_with
 
 CALLER = Member("caller", WorkerId(0), Incarnation(1), (), 0)
 ADD = pack(operator.add).payload
@@ -26,8 +25,8 @@ METADATA = AutogradMetadata(ContextId(1), MessageId(2))
 FIRST: dict[str, AnyMessage] = {
     "call": PythonCall(7, ADD, 0.0),
     "remote": PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0),
-    "call in a context": RpcWithAutograd(METADATA, PythonCall(7, ADD, 0.0)),
-    "remote in a context": RpcWithAutograd(METADATA, PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0)),
+    "call in a context": RpcWithAutograd(METADATA, PythonCall(7, ADD, 0.0), False),
+    "remote in a context": RpcWithAutograd(METADATA, PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0), False),
 }
 NEXT = PythonCall(7, b"", 0.0)
 
@@ -47,16 +46,11 @@ class Quiet:
 
 def serving(serve: Callable[[Request], None], *messages: AnyMessage) -> tuple[Session, deque[Callable[[], None]]]:
     """A session to which these messages have come, and what it has submitted to the I/O threads."""
-    tasks: deque[Callable[[], None]] = deque()
-    io_threads = SimpleNamespace(
-        watch=lambda *_, **__: None, arm=lambda _: None, submit=tasks.append, another_works=lambda: True
-    )
-    agent: Any = SimpleNamespace(
-        io_threads=io_threads, helpers=SimpleNamespace(ask=None), serve=serve, note_activity=lambda: None
-    )
-    session = Session(agent, CALLER, False)
+    runtime, quiet = quiet_runtime()
+    serve_with(quiet, serve, PythonCall, PythonRemoteCall, RpcWithAutograd)
+    session = Session(runtime, Events(), CALLER, False)
     session.attach(Quiet(*messages))  # type: ignore[arg-type]
-    return session, tasks
+    return session, quiet.io_threads.tasks
 
 
 @pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
@@ -66,7 +60,7 @@ def test_a_call_that_is_refused_has_defined_its_function(first: AnyMessage) -> N
 
     def serve(request: Request) -> None:
         if request.message is NEXT:
-            found.append(resolve(request.session, 7))
+            found.append(request.session.functions.resolve(7))
 
     session, _ = serving(serve, first, NEXT)
     session.ready()
@@ -82,7 +76,7 @@ def test_the_next_call_may_run_before_the_first() -> None:
             session.relieve()
             session.relieve()  # the same request at two looks: it is stuck
             tasks.popleft()()
-        found.append((request.frame.request_id, resolve(request.session, 7)))
+        found.append((request.frame.request_id, request.session.functions.resolve(7)))
 
     session, tasks = serving(serve, FIRST["call"], NEXT)
     session.ready()
@@ -92,4 +86,4 @@ def test_the_next_call_may_run_before_the_first() -> None:
 def test_a_number_that_was_never_defined() -> None:
     session, _ = serving(lambda _: None)
     with pytest.raises(ProtocolError, match="never defined"):
-        resolve(session, 7)
+        session.functions.resolve(7)

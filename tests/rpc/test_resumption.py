@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from telegrad.errors import WorkerDied
 from telegrad.ids import Incarnation, WorkerId
-from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.link import Dialled, Link, Unanswered
 from telegrad.rpc.client.pending import FOREVER, Slot
-from telegrad.rpc.layer import Layers, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.layer import Layer
+from telegrad.rpc.request import Request
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.wire.frames import Frame, Head, Kind
 from telegrad.wire.messages import Ack, AnyMessage, CleanupAutogradContext, Ping
 from tests.exploring import Chance, explore
+from tests.rpc.quiet import Events, quiet_runtime, serve_with
 
 CALLER = Member("caller", WorkerId(0), Incarnation(1), (), 0)
 CALLEE = Member("callee", WorkerId(1), Incarnation(2), (), 0)
@@ -101,7 +101,17 @@ class End:
 _encoded: dict[bytes, Content] = {}
 
 
-class World:
+class LateReplies(Layer):
+    """Counts replies that nobody waits for any more."""
+
+    def __init__(self, late: Counter[int]) -> None:
+        self._late = late
+
+    def on_late_reply(self, frame: Frame, sender: WorkerId) -> None:
+        self._late[frame.request_id] += 1
+
+
+class World(Events):
     """A caller and a callee, what they have still to do, and what came of it."""
 
     def __init__(
@@ -120,51 +130,25 @@ class World:
         self.late: Counter[int] = Counter()
         self.suspended: list[Hashable] = []  # what is about to be sent, and waits until something else has happened
         self.told = notices
-        self.lost: deque[str] = deque()  # what the agents have been told and have yet to act on
-        does = ("at", "arm", "disarm", "forget", "watch", "submit", "ask")
-        nothing = SimpleNamespace(**dict.fromkeys(does, _nothing))
-        health = SimpleNamespace(patience=60.0, is_final=lambda *_: False, unreachable=lambda *_: WorkerDied("cut"))
-        shared: dict[str, Any] = {
-            "io_threads": nothing,
-            "helpers": nothing,
-            "timer": nothing,
-            "liveness": health,
-            "closing": False,
-        }
-        shared["delayed_flush"] = SimpleNamespace(within=lambda _, end: end.flush())
-        layers = Layers()
-        layers.served[CleanupAutogradContext] = Served(self.serve, deferrable=True)
-        self.link = Link(
-            SimpleNamespace(  # type: ignore[arg-type]
-                connector=SimpleNamespace(dial=self.dial),
-                peers=SimpleNamespace(link_lost=lambda _: self.lost.append("redial")),
-                complete=lambda slot: slot.complete(slot),
-                late_reply=lambda frame, _: self.late.update([frame.request_id]),
-                **shared,
-            ),
-            CALLEE,
-            1,
-        )
-        self.session = Session(
-            SimpleNamespace(  # type: ignore[arg-type]
-                serve=self.serve,
-                layers=layers,
-                peers=SimpleNamespace(session_lost=_nothing),
-                note_activity=_nothing,
-                **shared,
-            ),
-            CALLER,
-            False,
-        )
+        self.lost_links: deque[str] = deque()  # what the agents have been told and have yet to act on
+        shared, quiet = quiet_runtime()
+        quiet.layers.install(LateReplies(self.late))
+        serve_with(quiet, self.serve, CleanupAutogradContext, deferrable=True)
+        serve_with(quiet, self.serve, Ping)
+        self.link = Link(shared, self, CALLEE, 1)
+        self.session = Session(shared, self, CALLER, False)
 
     # --- what the agents do ---
 
-    def dial(self, *_: Any) -> tuple[Any, bool]:
+    def link_lost(self, link: Link) -> None:
+        self.lost_links.append("redial")
+
+    def dial(self, link: Link, deadline: float) -> Dialled | Unanswered:
         wire = Wire(len(self.wires) + 1)
         wire.caller.pause = wire.callee.pause = self.pause  # type: ignore[method-assign]
         self.wires.append(wire)
         self.session.attach(wire.callee)  # type: ignore[arg-type]
-        return wire.caller, False
+        return Dialled(wire.caller, False)  # type: ignore[arg-type]
 
     def serve(self, request: Request) -> None:
         if type(request.message) is Ping:
@@ -175,20 +159,21 @@ class World:
             self.noticed[number] += 1
             return
         self.ran[number] += 1
-        assert self.ran[number] == 1, f"request {number} was run again"
         self.running[number] = request
 
     # --- what can happen ---
 
     def events(self) -> dict[str, Callable[[], None]]:
         """What can happen now. While the caller dials, nothing happens that needs the same lock."""
-        free = not self.link._dial_lock.locked()
+        again = [number for number, times in self.ran.items() if times > 1]
+        assert not again, f"request {again} was run again"
+        free = not self.link.dialling
         found: dict[str, Callable[[], None]] = {}
         if free and self.left["ask"]:
             found["ask"] = self.ask
         if free and self.left["tell"]:
             found["tell"] = self.tell
-        if free and self.lost:
+        if free and self.lost_links:
             found["redial"] = self.redial
         for wire in self.wires:
             if wire.to_callee:
@@ -223,28 +208,28 @@ class World:
         self.link.notify(CleanupAutogradContext(100 + self.left["tell"], ()))  # type: ignore[arg-type]
 
     def redial(self) -> None:
-        self.lost.popleft()
+        self.lost_links.popleft()
         self.link.resume(FOREVER)
 
     def take(self, wire: Wire) -> None:
-        """As `Session._serve` does with one frame."""
-        self.session._take(_frame(wire.to_callee.popleft()))
-        self.session._serve_deferred()
+        """As a session does with one frame."""
+        self.session.take(_frame(wire.to_callee.popleft()))
+        self.session.serve_deferred()
 
     def read(self, wire: Wire) -> None:
-        """As `ReplyReader._receive` does with one frame."""
+        """As the reader of replies does with one frame."""
         frame = _frame(wire.to_caller.popleft())
-        self.link.replies._take(frame)
+        self.link.replies.take(frame)
         if self.by_name:
-            self.link.replies._acknowledge(wire.caller)  # type: ignore[arg-type]
-        self.link.replies._flush(wire.caller)  # type: ignore[arg-type]
+            self.link.replies.acknowledge(wire.caller)  # type: ignore[arg-type]
+        self.link.replies.flush(wire.caller)  # type: ignore[arg-type]
 
     def cut(self, wire: Wire) -> None:
         self.left["cut"] -= 1
         wire.is_cut = True
 
     def callee_notices(self, wire: Wire) -> None:
-        self.session._ended(wire.callee)  # type: ignore[arg-type]
+        self.session.ended(wire.callee)  # type: ignore[arg-type]
         wire.to_callee.clear()
 
     def answer(self, number: int) -> None:
@@ -291,15 +276,11 @@ class World:
             tuple(map(tuple, self.outcomes.values())),
             tuple(sorted(self.late.items())),
             tuple(sorted(self.noticed.items())),
-            (tuple(link.pending._slots), tuple(sorted(link.pending._given_up)), link.pending._lowest),
-            (tuple(link.replies._received), link.replies.state, len(link._notices), len(self.lost)),
+            link.pending.numbers(),
+            (tuple(link.replies._received), link.replies.state, len(link._notices), len(self.lost_links)),
             (tuple(requests.replies), tuple(requests.running), requests.acknowledged, repr(requests._forgotten)),
             (link.current is None, session.connection is None),
         )
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _frame(content: Content) -> Frame:

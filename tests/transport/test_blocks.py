@@ -56,9 +56,9 @@ def test_a_second_release_is_refused() -> None:
 def test_blocks_beyond_the_limit_are_retired_once() -> None:
     lender = Lender(idle_limit=2 * MIN_BLOCK)
     blocks = [lender.take(1) for _ in range(4)]
-    assert not lender.has_retired
+    assert not lender.untold
     lender.give_back([b.number for b in blocks])
-    assert lender.has_retired
+    assert lender.untold
     assert lender.retired() == (blocks[2].number, blocks[3].number)
     assert lender.retired() == ()
     lender.close()
@@ -79,7 +79,7 @@ def test_a_borrowed_block_is_released_with_its_last_alias() -> None:
     view[0] = 7
     del memory
     assert borrower.in_use == 1
-    assert not borrower.has_released
+    assert not borrower.untold
     del view
     assert borrower.in_use == 0
     assert borrower.released() == (3,)
@@ -145,11 +145,11 @@ def test_what_is_idle_for_long_goes_and_what_is_in_use_stays() -> None:
     between = time.monotonic()
     lender.give_back([young.number])
     lender.trim(idle.idle_since)  # not before: none is older
-    assert not lender.has_retired
+    assert not lender.untold
     lender.trim(between)
     assert lender.retired() == (idle.number,)
     lender.trim(between)
-    assert not lender.has_retired
+    assert not lender.untold
     assert lender.take(100_000) is young
     assert lender.take(1) not in (idle, lent)
     lender.close()
@@ -320,7 +320,7 @@ def test_what_was_sent_back_is_not_trimmed() -> None:
     ours = lender.regain(block.number)
     lender.give_back([block.number])
     lender.trim(FOREVER)
-    assert not lender.has_retired
+    assert not lender.untold
     del ours
     lender.trim(FOREVER)
     assert lender.retired() == (block.number,)

@@ -48,13 +48,13 @@ def raw(tensor: Tensor) -> bytes:
     return bytes(out)
 
 
-def assert_same(arrived: Tensor, sent: Tensor) -> None:
+def assert_same(arrived: Tensor, sent: Tensor, *, alone: bool = True) -> None:
     assert type(arrived) is type(sent)
     assert arrived.dtype == sent.dtype
     assert arrived.shape == sent.shape
     assert arrived.requires_grad == sent.requires_grad
     assert arrived.is_leaf
-    assert not arrived._is_view()
+    assert not alone or not arrived._is_view()
     assert arrived.is_conj() == sent.is_conj()
     assert arrived.is_neg() == sent.is_neg()
     assert raw(arrived) == raw(sent)
@@ -238,9 +238,11 @@ def test_dtypes_at_odd_offsets_share_memory() -> None:
     sent = (base[1:30], base[4:28].view(torch.float32), base[8:24].view(torch.complex64))
     arrived = trip(*sent)
     for mine, theirs in zip(arrived, sent, strict=True):
-        assert_same(mine, theirs)
+        assert_same(mine, theirs, alone=False)
+    versions = [tensor._version for tensor in arrived]
     arrived[0].zero_()
     assert not arrived[1].any()
+    assert [tensor._version for tensor in arrived] == [version + 1 for version in versions]
 
 
 def test_halves_of_a_storage_travel_as_one_segment() -> None:
@@ -502,7 +504,7 @@ def test_any_views_arrive_equal(views: list[Tensor], shapes: list[list[int]]) ->
     sent = [*views, *(torch.randn(shape) for shape in shapes)]
     specs, segments = describe(sent)
     for mine, theirs in zip(receive(specs, segments), sent, strict=True):
-        assert_same(mine, theirs)
+        assert_same(mine, theirs, alone=False)
 
 
 @many

@@ -22,7 +22,8 @@ from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import OnReply, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
+from telegrad.wire.codec import set_recording
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
     AnyMessage,
@@ -37,6 +38,10 @@ from telegrad.wire.messages import (
 from telegrad.wire.specs import Flag
 
 _CALLS = {PythonCall, PythonRemoteCall, RRefFetch}
+
+
+def _is_recording() -> bool:
+    return current.get() is not None and torch.is_grad_enabled()
 
 
 def record_call(
@@ -54,7 +59,7 @@ def record_call(
     context.check_usable()
     context.participants.add(to)  # before the Send: a pass that counts that one must know whom to ask
     metadata = _record_send(registry, context, to, tensors)
-    return RpcWithAutograd(metadata, message), _Recorded(  # type: ignore[arg-type] # it is in _CALLS
+    return RpcWithAutograd(metadata, message, context.strict), _Recorded(  # type: ignore[arg-type] # it is in _CALLS
         context, to, metadata.message_id
     )
 
@@ -65,8 +70,9 @@ def _check_strict(registry: Registry, to: WorkerId, tensors: list[Tensor]) -> No
     if strict is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise AutogradError(
             f"a tensor that requires grad was about to be sent to worker {to} outside any context, while the strict "
-            f"context {strict} is open: its gradient would be lost. Make the call in the block of the context (a new "
-            "thread begins outside of it), or send the tensor detached"
+            f"context {strict} is open: its gradient would be lost. Make the call in the block of the context, or in "
+            "the function called in it. A new thread begins outside of it: start it with "
+            "threading.Thread(target=contextvars.copy_context().run, args=(function, ...)). Or send the tensor detached"
         )
 
 
@@ -94,7 +100,8 @@ def _record_recv(context: Context, sender: WorkerId, message_id: MessageId, tens
     if not positions:
         return tensors
     plain = [
-        tensors[i].detach() if type(tensors[i]) is not Tensor else tensors[i].requires_grad_(False) for i in positions
+        _of_parameter(tensors[i], tensors) if type(tensors[i]) is not Tensor else tensors[i].requires_grad_(False)
+        for i in positions
     ]
     attached, recv = attach_recv(plain, message_id, sender)
     context.add_recv(recv)
@@ -102,6 +109,17 @@ def _record_recv(context: Context, sender: WorkerId, message_id: MessageId, tens
     for position, tensor in zip(positions, attached, strict=True):
         tensors[position] = tensor
     return tensors
+
+
+def _of_parameter(parameter: Tensor, tensors: list[Tensor]) -> Tensor:
+    """The tensor of a parameter; a view if it may overlap another tensor of the message, as `attach_recv` wants it."""
+    tensor = parameter.detach()
+    if len(tensors) > 1:
+        storage = tensor.untyped_storage()._cdata
+        others = [other for other in tensors if other.layout is torch.strided and not other.is_nested]
+        if sum(other.untyped_storage()._cdata == storage for other in others) > 1:
+            return tensor.view_as(tensor)
+    return tensor
 
 
 class _Recorded:
@@ -137,6 +155,8 @@ def serve_recorded(agent: Agent, request: Request) -> None:
     registry = registry_of(agent)
     context = registry.join(message.metadata.context_id)
     context.check_usable()
+    if message.strict and not context.strict:
+        registry.make_strict(context)
     caller = request.caller.worker_id
     context.participants.add(caller)
     if agent.is_dead(request.caller):  # its end was told before it was known to have a part in this
@@ -158,7 +178,7 @@ def serve_recorded(agent: Agent, request: Request) -> None:
     request.on_tensors = lambda tensors: _record_recv(context, caller, message_id, tensors)
     request.on_reply = on_reply
     request.scope = lambda: within(context)
-    agent.serve(request)
+    request.session.serve(request)
 
 
 def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
@@ -193,4 +213,5 @@ class AutogradLayer(Registry):
 
 def install(agent: Agent) -> None:
     """Put the autograd layer on an agent."""
+    set_recording(_is_recording)
     agent.install(AutogradLayer(agent))

@@ -42,6 +42,7 @@ class Context:
         self.gradients: dict[Tensor, Tensor] = {}
         self.failure: WorkerDied | None = None  # the loss of a participant; never raised itself
         self.ended = False
+        self.strict = False  # see `autograd.context`
         # What a running pass waits for, in words; set by the engine.
         self.waiting_for: Callable[[], list[str]] | None = None
         self.profile: Any = None  # runs what passes do here, while a root profiles them

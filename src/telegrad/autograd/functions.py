@@ -38,6 +38,21 @@ class TensorMeta(NamedTuple):
         return f"{tuple(self.shape)} {self.dtype} on {self.device}"
 
 
+# A nested tensor has no shape, and torch has no custom Function that returns one. Its gradient travels as that of the
+# numbers it holds, one after the other.
+
+
+def _numbers_of(nested: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return nested.contiguous().values()
+
+
+def _nested_again(numbers: Any, like: Any) -> Tensor:
+    form = (like._nested_tensor_size(), like._nested_tensor_strides(), like._nested_tensor_storage_offsets())
+    with torch.inference_mode(False), torch.enable_grad():
+        return torch._nested_view_from_buffer(numbers, *form)
+
+
 class SendNode:
     """Where the gradients of one message's tensors enter the graph of the worker that sent it."""
 
@@ -47,9 +62,13 @@ class SendNode:
         """`tensors` are those of the message that require grad, in its order."""
         self.message_id = message_id
         self.peer = peer
+        try:
+            self.metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
+        except RuntimeError:  # some are nested
+            tensors = [_numbers_of(tensor) if tensor.is_nested else tensor for tensor in tensors]
+            self.metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
         # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
         self.edges: tuple[GradientEdge, ...] = tuple([_edge_of(tensor) for tensor in tensors])
-        self.metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
 
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""
@@ -170,9 +189,12 @@ def attach_recv(
     """Put received tensors behind one Recv. Returns them, requiring grad and with their memory, and the Recv.
 
     `tensors` are those of the message that required grad where they came from, in its order, at least one. None of them
-    may be part of a graph yet. The tensors returned may be changed in place.
+    may be part of a graph yet. The tensors returned may be changed in place, but views not.
     """
-    metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
+    try:
+        metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
+    except RuntimeError:
+        return _attach_nested(tensors, message_id, peer)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         attached = _apply_recv(_anchor, message_id, peer, tensors)
     else:
@@ -181,15 +203,24 @@ def attach_recv(
     return attached, RecvNode(message_id, peer, attached[0].grad_fn, metas)
 
 
+def _attach_nested(
+    tensors: Sequence[Tensor], message_id: MessageId, peer: WorkerId
+) -> tuple[tuple[Tensor, ...], RecvNode]:
+    numbers = [tensor.values().detach() if tensor.is_nested else tensor for tensor in tensors]
+    attached, recv = attach_recv(numbers, message_id, peer)
+    pairs = zip(attached, tensors, strict=True)
+    return tuple([_nested_again(one, like) if like.is_nested else one for one, like in pairs]), recv
+
+
 def _forward(
     ctx: Any, anchor: Tensor, message_id: MessageId, peer: WorkerId, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     ctx.message_id, ctx.peer = message_id, peer
     ctx.set_materialize_grads(False)  # a tensor without a gradient costs no zeros, here or on the wire
     # The tensors come inside a sequence, so to torch they are fresh outputs: given as inputs they would become views of
-    # themselves, and torch forbids changing in place one of several views that a Function returns. `detach` shares the
-    # memory, too, and is no such view.
-    return tuple([tensor.detach() if tensor._is_view() else tensor for tensor in tensors])
+    # themselves. Torch forbids changing in place a view that a Function returns, which is right for those that overlap
+    # others of the message, and those alone are views: the gradients of the others would be wrong without a word.
+    return tuple(tensors)
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:

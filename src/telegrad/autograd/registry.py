@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 from telegrad.autograd.context import Context
-from telegrad.errors import ContextNotFound
+from telegrad.errors import AutogradError, ContextNotFound
 from telegrad.ids import (
     GENERATION_BITS,
     LOCAL_BITS,
@@ -31,6 +31,7 @@ log = logging.getLogger("telegrad.autograd")
 current: ContextVar[Context | None] = ContextVar("telegrad_context", default=None)
 
 _ENDED_MEMORY = 4096
+MOST_CONTEXTS = 16384  # that others may begin here
 
 
 class ContextEngine(Layer):
@@ -57,7 +58,7 @@ class Registry(Layer):
         self._message_ids: Iterator[int] = count_from(self.here, self.first_number)
         self._lock = threading.Lock()
         self._contexts: dict[ContextId, Context] = {}
-        self._strict: dict[ContextId, None] = {}  # those of this worker's own that are strict
+        self._strict: dict[ContextId, None] = {}  # those that are strict
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
         self._ended: dict[ContextId, None] = {}
 
@@ -73,8 +74,13 @@ class Registry(Layer):
         context = Context(ContextId(next(self._context_ids)), self.here)
         self._contexts[context.context_id] = context
         if strict:
-            self._strict[context.context_id] = None
+            self.make_strict(context)
         return context
+
+    def make_strict(self, context: Context) -> None:
+        """Tensors that require grad must not be sent outside any context while this one is open."""
+        context.strict = True
+        self._strict[context.context_id] = None
 
     def strict_context(self) -> ContextId | None:
         """A strict context that is open on this worker, if there is one."""
@@ -89,6 +95,11 @@ class Registry(Layer):
             if context_id in self._ended:
                 raise ContextNotFound(
                     f"context {context_id} has ended; a call in it reached worker {self.agent.info.name!r} too late"
+                )
+            if context_id not in self._contexts and len(self._contexts) >= MOST_CONTEXTS:
+                raise AutogradError(
+                    f"worker {self.agent.info.name!r} has a part in {MOST_CONTEXTS} contexts that have not ended; it "
+                    "takes part in no more"
                 )
             return self._contexts.setdefault(context_id, Context(context_id, self.here))
 

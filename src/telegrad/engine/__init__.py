@@ -7,6 +7,7 @@ from typing import Any
 from telegrad.autograd.attach import install as install_autograd
 from telegrad.autograd.registry import ContextEngine
 from telegrad.engine.backward import backward, backward_async
+from telegrad.engine.checkpoints import install as install_checkpoints
 from telegrad.engine.cleanup import end_context, serve_cleanup
 from telegrad.engine.rref_backward import backward_from, serve_backward
 from telegrad.engine.service import Service
@@ -63,4 +64,5 @@ class EngineLayer(Service, ContextEngine, BackwardRunner):
 def install(agent: Agent) -> None:
     """Put autograd and the engine on an agent."""
     install_autograd(agent)
+    install_checkpoints()
     agent.install(EngineLayer(agent))

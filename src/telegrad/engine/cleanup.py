@@ -5,7 +5,7 @@ from telegrad.autograd.registry import Registry
 from telegrad.engine.service import Service
 from telegrad.ids import ContextId, WorkerId
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.wire.messages import CleanupAutogradContext, CleanupAutogradContextReply
 
 

@@ -66,7 +66,7 @@ class RootPass(Pass):
         # First those that may answer with gradients, so that the root takes these in person.
         self._asked.insert(len(self._asked) if type(message) is BeginPass else 0, slot)
         if self._waiting:  # the root will not come for this reply in person
-            slot.link.look_out()
+            slot.link.expect()
 
     def _answered(self, slot: Slot) -> None:
         """An answer came, or will not: called by the thread that reads, for all who wait for a reply of that worker.
@@ -140,7 +140,7 @@ class RootPass(Pass):
         """Read replies in this thread, link by link, while the I/O threads look after the other links."""
         waiting = [slot for slot in self._asked if not slot.done]
         for slot in waiting[1:]:
-            slot.link.look_out()
+            slot.link.expect()
         for slot in waiting:
             if self.error is not None:
                 return

@@ -1,15 +1,21 @@
 """`rref.backward()`: a backward pass that starts where a referenced value lives."""
 
+import threading
+import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from telegrad.engine.backward import backward
-from telegrad.errors import RRefError
+from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ContextId
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.options import DEFAULT_RPC_TIMEOUT_SEC
+from telegrad.rpc.request import Request
 from telegrad.rref import RRef, references_of
+from telegrad.rref.outcome import Outcome
+from telegrad.rref.peers import peer_of, show_id
 from telegrad.wire.messages import RRefBackward, RRefBackwardReply
 
 
@@ -30,8 +36,34 @@ def serve_backward(agent: Agent, request: Request) -> None:
     """The handler of `RRefBackward`."""
     message = request.message
     assert type(message) is RRefBackward
-    outcome = references_of(agent).value_of(message.rref_id)
-    outcome.wait()
+    outcome = references_of(agent).value_for(message.rref_id, peer_of(request.caller))
+    if outcome.done:
+        _run(agent, request, message, outcome)
+        return
+    # No thread waits for it: what makes the value may need one, and a peer may ask for values that nobody makes.
+    turn = threading.Lock()  # of whichever comes first, the value or the deadline
+
+    def made() -> None:
+        if turn.acquire(blocking=False):
+            agent.io_threads.submit(run)
+
+    def run() -> None:
+        try:
+            _run(agent, request, message, outcome)
+        except BaseException as error:
+            agent.fail(request, error)
+
+    def too_late() -> None:
+        if turn.acquire(blocking=False):
+            text = f"no value of reference {show_id(message.rref_id)} was made within {seconds:g} s; there is no pass"
+            agent.io_threads.submit(partial(agent.fail, request, RpcTimeout(text)))
+
+    outcome.when_done(made)
+    seconds = agent.rpc_timeout or DEFAULT_RPC_TIMEOUT_SEC
+    agent.timer.at(time.monotonic() + seconds, too_late)
+
+
+def _run(agent: Agent, request: Request, message: RRefBackward, outcome: Outcome) -> None:
     value = outcome.get()
     if not isinstance(value, torch.Tensor):
         raise RRefError("RRef should contain a tensor for .backward()")

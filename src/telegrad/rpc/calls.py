@@ -7,16 +7,19 @@ import torch
 
 from telegrad.errors import RpcTimeout, WorkerDied
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.client.function_table import BY_NAME, sendable
+from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.pending import Slot
-from telegrad.rpc.current import require_agent
+from telegrad.rpc.client.replies import reply_frame
+from telegrad.rpc.current import require_agent, running
 from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import Layer, OnReply
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
-from telegrad.rpc.packing import take_back
+from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.remote_errors import hide_own_frames
-from telegrad.rpc.server.run_call import pack_call, remember_function
 from telegrad.rpc.workers import Member, WorkerInfo
-from telegrad.wire.codec import Packed
+from telegrad.wire.codec import EMPTY_CALL, Packed, is_flat, pack_flat, unpack
+from telegrad.wire.frames import Kind
 from telegrad.wire.messages import AnyMessage, PythonCall
 
 T = TypeVar("T")
@@ -58,7 +61,7 @@ def check_call(func: Any, args: Any, kwargs: Any) -> None:
 
 def start_call(
     agent: Agent,
-    member: Member,
+    link: Link,
     func: Any,
     args: Any,
     kwargs: Any,
@@ -75,32 +78,44 @@ def start_call(
         profiler = agent.find_layer(CallProfiler)
         if profiler is not None:
             how = "remote" if make is not PythonCall else "sync" if future is None else "async"
-            around = profiler.begin(how, func, member)
+            around = profiler.begin(how, func, link.member)
     if timeout == UNSET_RPC_TIMEOUT:
         timeout = agent.rpc_timeout
-    link = agent.link(member)
-    number, definition, full, packed = pack_call(agent, link, func, args, kwargs)
-    message = make(number, definition, timeout)
+    args = tuple(args) if args else ()
+    known = link.functions.known.get(func) if isinstance(func, BY_NAME) else None
+    definition = b""  # of the function, if the other side does not know it yet
+    if known is not None:
+        number, full = known
+    else:
+        link.connection()  # the handshake tells whether both run the same program
+        number, definition = link.functions.define(func, link.main_by_value)
+        full = definition
+    if number and not args and not kwargs:
+        packed = EMPTY_CALL
+    else:
+        value = (args, kwargs or {}) if number else (sendable(func), args, kwargs or {})
+        flat = pack_flat(value)
+        packed = pack_counted(agent.layers, link.member, value, link.main_by_value) if flat is None else flat
     slot = start_request(
         agent,
-        member,
-        message,
+        link,
+        make(number, definition, timeout),
         packed,
         timeout=timeout if patience is None else patience,
-        what=future.what if future is not None else lambda: f"{name_of(func)}() on worker {member.name!r}",
+        what=future.what if future is not None else lambda: f"{name_of(func)}() on worker {link.member.name!r}",
         definition=full,
         complete=complete,
         future=future,
         around=around,
     )
     if definition:
-        remember_function(link, func, number, definition)
+        link.functions.sent(func, number, definition)
     return slot
 
 
 def start_request(
     agent: Agent,
-    member: Member,
+    link: Link,
     message: AnyMessage,
     packed: Packed = NOTHING,
     *,
@@ -114,15 +129,14 @@ def start_request(
     """Send a request that carries values of the user, which the layers above may wrap, and `around` once more."""
     on_reply: OnReply | None = None
     try:
-        for wrap in agent.wrap_call:
-            wrapped = wrap(member.worker_id, message, packed.tensors)
+        for wrap in agent.layers.wrap_call:
+            wrapped = wrap(link.member.worker_id, message, packed.tensors)
             if wrapped is not None:
                 message, on_reply = wrapped
         if around is not None:
             message, on_reply = around(message, on_reply)
-        agent.calls_made += 1
-        return agent.send(
-            member,
+        agent.runtime.calls_made += 1
+        return link.send(
             message,
             packed,
             timeout=timeout,
@@ -133,7 +147,7 @@ def start_request(
             definition=definition,
         )
     except BaseException:
-        take_back(packed)
+        packed.unsent()
         if on_reply is not None:
             on_reply.unsent()
         raise
@@ -141,8 +155,25 @@ def start_request(
 
 def wait_for_value(slot: Slot) -> Any:
     """Wait in person for the reply of a request; its value."""
-    slot.wait()
-    return slot.link.agent.value(slot)
+    slot.link.wait(slot)
+    return value_of(slot)
+
+
+def value_of(slot: Slot) -> Any:
+    """The value that came as the reply of a request; raises what came instead."""
+    frame = slot.frame
+    if slot.error is not None or frame is None or frame.kind != Kind.REPLY:
+        frame = reply_frame(slot)
+    tensors, payload = frame.take_tensors(), frame.payload
+    if slot.on_reply is not None:
+        try:
+            _, tensors = slot.on_reply(frame.message, tensors)
+        except BaseException:
+            discard(slot.link.runtime.layers, slot.link.member, payload, tensors)
+            raise
+    if is_flat(payload):
+        return unpack(payload, tensors)
+    return unpack_from(slot.link.runtime.layers, slot.link.member, payload, tensors) if len(payload) else None
 
 
 def complete_future(slot: Slot) -> None:
@@ -150,11 +181,17 @@ def complete_future(slot: Slot) -> None:
     future = slot.future
     future.awaited = None
     try:
-        value = slot.link.agent.value(slot)
+        value = value_of(slot)
     except BaseException as error:
         future.set_exception(error)
         return
     future.set_result(value)
+
+
+def link_to(agent: Agent, to: Worker) -> Link:
+    """The link to the worker meant by a name, an id or a WorkerInfo."""
+    link = agent.links.get(to) if type(to) is str else None
+    return link if link is not None and link.current is not None else agent.link(agent.find(to))
 
 
 @overload
@@ -248,13 +285,15 @@ def rpc_sync(
     Raises what `func` raises, as its own type; RpcTimeout at the deadline; WorkerDied if the worker is lost.
     """
     check_call(func, args, kwargs)
-    agent = require_agent()
-    timeout = as_timeout(timeout)
+    agent = running.agent or require_agent()
+    if timeout != UNSET_RPC_TIMEOUT:
+        timeout = as_timeout(timeout)
     while True:
-        member = agent.find(to)
+        link = link_to(agent, to)
         try:
-            return wait_for_value(start_call(agent, member, func, args, kwargs, timeout))
+            return wait_for_value(start_call(agent, link, func, args, kwargs, timeout))
         except WorkerDied as error:
+            member = link.member
             if retries <= 0 or error.incarnation != member.incarnation:  # it lives, and tells of the end of another
                 raise
             retries -= 1
@@ -319,11 +358,11 @@ def rpc_async(
 ) -> Future[Any]:
     """Like `rpc_sync`, but returns a Future at once; it can be waited for, awaited, and given callbacks."""
     check_call(func, args, kwargs)
-    agent = require_agent()
-    member = agent.find(to)
-    future: Future[Any] = Future(what=f"{name_of(func)}() on worker {member.name!r}")
+    agent = running.agent or require_agent()
+    link = link_to(agent, to)
+    future: Future[Any] = Future(what=f"{name_of(func)}() on worker {link.member.name!r}")
     try:
-        start_call(agent, member, func, args, kwargs, as_timeout(timeout), complete=complete_future, future=future)
+        start_call(agent, link, func, args, kwargs, as_timeout(timeout), complete=complete_future, future=future)
     except (WorkerDied, RpcTimeout) as error:
         future.set_exception(error)
     return future

@@ -10,17 +10,17 @@ class _Current:
     agent: Agent | None = None
 
 
-_current = _Current()
+running = _Current()
 
 
 def current_agent() -> Agent | None:
     """The running agent, or None."""
-    return _current.agent
+    return running.agent
 
 
 def require_agent() -> Agent:
     """The running agent; NotInitialized if there is none."""
-    agent = _current.agent
+    agent = running.agent
     if agent is None:
         raise NotInitialized(
             "RPC has not been initialized in this process. Call `rpc.init_rpc(name)` first, or use "
@@ -32,7 +32,7 @@ def require_agent() -> Agent:
 
 def set_current_agent(agent: Agent | None) -> None:
     """Install an agent, or none."""
-    _current.agent = agent
+    running.agent = agent
 
 
 os.register_at_fork(after_in_child=lambda: set_current_agent(None))

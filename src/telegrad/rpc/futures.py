@@ -5,6 +5,7 @@ the reply itself and no other thread has to wake up for it.
 """
 
 import asyncio
+import contextvars
 import copy
 import logging
 import time
@@ -75,9 +76,16 @@ class Future(torch.futures.Future[T]):
         return child
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Run `callback` with this future when it is done; at once if it is."""
+        """Run `callback` with this future when it is done; at once if it is.
+
+        It sees the context variables of the code that adds it: calls that it makes are in the autograd context of that
+        code, whichever thread runs it."""
         if not callable(callback):
             raise TypeError(f"incompatible function arguments. A callback takes the future, got {callback!r}")
+        context = contextvars.copy_context()
+        self._add_callback(lambda future: context.run(callback, future))
+
+    def _add_callback(self, callback: Callable[[torch.futures.Future[T]], object]) -> None:
         self.has_callbacks = True
         while self.settling and not self.done():  # a moment: the value is being unpacked
             time.sleep(0)
@@ -112,7 +120,7 @@ class Future(torch.futures.Future[T]):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(finished)
+        self._add_callback(finished)
         yield from done.__await__()
         return self.value()
 

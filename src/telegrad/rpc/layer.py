@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from telegrad.ids import WorkerId
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import AnyMessage

@@ -7,15 +7,13 @@ code that rebuilds one where it came from. Both are noted here for the time of o
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from telegrad.rpc.layer import Layers
+from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed, is_flat, pack_flat, pack_object, unpack
-
-if TYPE_CHECKING:
-    from telegrad.rpc.agent import Agent
-    from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -23,10 +21,10 @@ log = logging.getLogger("telegrad.rpc")
 class Crossing:
     """One message being packed or unpacked: between which workers, and what layers above noted about it."""
 
-    __slots__ = ("agent", "notes", "peer", "undo")
+    __slots__ = ("layers", "notes", "peer", "undo")
 
-    def __init__(self, agent: "Agent", peer: "Member") -> None:
-        self.agent = agent
+    def __init__(self, layers: Layers, peer: Member) -> None:
+        self.layers = layers  # those of the worker that packs or unpacks
         self.peer = peer
         self.notes: dict[Any, Any] = {}  # by what was counted: what it became
         self.undo: list[Callable[[], None]] = []  # what to do if the message is never sent
@@ -37,6 +35,11 @@ class Counted(Packed, frozen=True):
 
     undo: list[Callable[[], None]]
 
+    def unsent(self) -> None:
+        """Count it no longer."""
+        for undo in self.undo:
+            undo()
+
 
 class _Local(threading.local):
     crossing: Crossing | None = None
@@ -45,12 +48,15 @@ class _Local(threading.local):
 local = _Local()
 
 
-def pack_for(agent: "Agent", peer: "Member", value: Any, main_by_value: bool) -> Packed:
+def pack_for(layers: Layers, peer: Member, value: Any, main_by_value: bool) -> Packed:
     """Pack a value that will be sent to `peer`."""
     flat = pack_flat(value)
-    if flat is not None:  # tensors and numbers alone: nothing in it is counted
-        return flat
-    crossing = Crossing(agent, peer)
+    return pack_counted(layers, peer, value, main_by_value) if flat is None else flat
+
+
+def pack_counted(layers: Layers, peer: Member, value: Any, main_by_value: bool) -> Packed:
+    """The same for one that is not tensors and numbers alone: there may be something in it that is counted."""
+    crossing = Crossing(layers, peer)
     before, local.crossing = local.crossing, crossing
     try:
         packed = pack_object(value, main_by_value=main_by_value)
@@ -63,18 +69,11 @@ def pack_for(agent: "Agent", peer: "Member", value: Any, main_by_value: bool) ->
     return Counted(packed.payload, packed.tensors, crossing.undo) if crossing.undo else packed
 
 
-def take_back(packed: Packed) -> None:
-    """A packed value will not be sent after all."""
-    if isinstance(packed, Counted):
-        for undo in packed.undo:
-            undo()
-
-
-def unpack_from(agent: "Agent", peer: "Member", payload: Any, tensors: list[torch.Tensor]) -> Any:
+def unpack_from(layers: Layers, peer: Member, payload: Any, tensors: list[torch.Tensor]) -> Any:
     """Unpack a value that came from `peer`."""
     if is_flat(payload):
         return unpack(payload, tensors)
-    crossing = Crossing(agent, peer)
+    crossing = Crossing(layers, peer)
     before, local.crossing = local.crossing, crossing
     try:
         return unpack(payload, tensors)
@@ -85,9 +84,9 @@ def unpack_from(agent: "Agent", peer: "Member", payload: Any, tensors: list[torc
         local.crossing = before
 
 
-def discard(agent: "Agent", peer: "Member", payload: Any, tensors: list[torch.Tensor]) -> None:
+def discard(layers: Layers, peer: Member, payload: Any, tensors: list[torch.Tensor]) -> None:
     """A value that came from `peer` will not be unpacked: what was counted in it is given back."""
-    crossing = Crossing(agent, peer)
+    crossing = Crossing(layers, peer)
     before, local.crossing = local.crossing, crossing
     try:
         _discard(crossing, payload, tensors)
@@ -96,7 +95,7 @@ def discard(agent: "Agent", peer: "Member", payload: Any, tensors: list[torch.Te
 
 
 def _discard(crossing: Crossing, payload: Any, tensors: list[torch.Tensor]) -> None:
-    for layer in crossing.agent.layers:
+    for layer in crossing.layers:
         try:
             layer.on_discard(payload, tensors)
         except Exception:

@@ -87,7 +87,9 @@ def _report(references: References, held: Iterable[tuple[PeerId, RRefId]]) -> No
             continue
         try:
             arguments = ([Loan(rref_id) for rref_id in rref_ids],)
-            types = wait_for_value(start_call(references.agent, member, _type_names, arguments, None, _PATIENCE))
+            agent = references.agent
+            slot = start_call(agent, agent.link(member), _type_names, arguments, None, _PATIENCE)
+            types = wait_for_value(slot)
         except (TelegradError, OSError) as error:
             log.debug("the types of what %s owns are not known: %s", member.name, error)
             types = {"value": len(rref_ids)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId
-from telegrad.rpc.calls import name_of, start_call, start_request, wait_for_value
+from telegrad.rpc.calls import name_of, start_call, start_request, value_of, wait_for_value
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
@@ -126,7 +126,7 @@ class UserHandle:
         timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
         slot = start_request(
             agent,
-            self.owner,
+            agent.link(self.owner),
             RRefFetch(self.rref_id, timeout),
             timeout=timeout,
             what=lambda: f"to_here() of {self} on worker {self.owner.name!r}",
@@ -181,7 +181,7 @@ def create(
     make = partial(PythonRemoteCall, rref_id, fork_id)
     try:
         # The reply confirms the fork, however late it comes, so it is waited for beyond the timeout of the creation.
-        start_call(agent, to, func, args, kwargs, timeout, make=make, complete=complete, patience=0.0)
+        start_call(agent, agent.link(to), func, args, kwargs, timeout, make=make, complete=complete, patience=0.0)
     except RpcTimeout as error:  # it never left, as a reply may never come: whoever uses the reference is told
         text = f"RRef creation via rpc.remote({name_of(func)}) to worker {to.name!r} failed: {error}"
         _not_created(references, to, rref_id, fork_id, creation, RpcTimeout(text))
@@ -211,7 +211,7 @@ def _created(
 ) -> None:
     """The reply of a creation came, or will not."""
     try:
-        references.agent.value(slot)
+        value_of(slot)
     except Exception as error:  # it did not run: the owner died, or could not take it
         _not_created(references, owner, rref_id, fork_id, creation, error)
         return

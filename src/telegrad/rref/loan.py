@@ -9,7 +9,7 @@ from telegrad.errors import ProtocolError
 from telegrad.ids import RRefId
 from telegrad.rpc.packing import local
 from telegrad.rref.outcome import Outcome
-from telegrad.rref.references import References, references_of
+from telegrad.rref.references import References
 
 
 class Loan:
@@ -32,4 +32,4 @@ def receiver() -> References:
     crossing = local.crossing
     if crossing is None:
         raise ProtocolError("a reference can only be unpickled from a message of another worker")
-    return references_of(crossing.agent)
+    return crossing.layers.layer(References)

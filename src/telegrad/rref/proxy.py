@@ -81,9 +81,9 @@ def _start(
     # The handle is kept until the call is done: the owner counts on it.
     complete = None if future is None else partial(_complete, rref)
     arguments = (Loan(handle.rref_id), *args)
-    return start_call(
-        handle.references.agent, handle.owner, invoke, arguments, None, timeout, complete=complete, future=future
-    )
+    agent = handle.references.agent
+    link = agent.link(handle.owner)
+    return start_call(agent, link, invoke, arguments, None, timeout, complete=complete, future=future)
 
 
 def _complete(_: "RRef[Any]", slot: Slot) -> None:

@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 _SOON = 0.010  # seconds that what is not urgent may wait for company
 _AGAIN = 0.100  # seconds before a message that could not be sent is tried again
+_MOST_EARLY = 1024  # values that one worker may ask for before they are made
 _MOST_DELETES = 4096  # in one message
 
 _LAZY = (act.SendDelete, act.SendChildAccept)
@@ -58,6 +59,7 @@ class References(Layer):
         self.owned = OwnerLedger(self.me)
         self.used = UserLedger(self.me)
         self.values: dict[RRefId, Outcome] = {}
+        self._early: dict[PeerId, int] = {}  # how many values that are not made yet each worker has asked for
         self.lost: dict[ForkId, PeerId] = {}  # handles of no more use, and whose death made them so
         self.closed = False
         self.deadlines = Deadlines(agent)
@@ -125,6 +127,30 @@ class References(Layer):
         """The place of a value that this worker owns, even if what creates it has not arrived yet."""
         with self._changed:
             return self.values.setdefault(rref_id, Outcome())
+
+    def value_for(self, rref_id: RRefId, asker: PeerId) -> Outcome:
+        """The same for a worker that asks for it. It may ask before the value is made, but not for any number."""
+        with self._changed:
+            outcome = self.values.get(rref_id)
+            if outcome is not None:
+                return outcome
+            if self._early.get(asker, 0) >= _MOST_EARLY:
+                raise RRefError(
+                    f"worker {self.name_of(asker)!r} asks for {_MOST_EARLY} references that do not exist here; "
+                    f"{show_id(rref_id)} is one too many"
+                )
+            self._early[asker] = self._early.get(asker, 0) + 1
+            outcome = self.values[rref_id] = Outcome()
+        outcome.when_done(partial(self._came, asker))
+        return outcome
+
+    def _came(self, asker: PeerId) -> None:
+        with self._changed:
+            left = self._early.get(asker, 0) - 1
+            if left > 0:
+                self._early[asker] = left
+            else:
+                self._early.pop(asker, None)
 
     def look(self, at: Callable[[], T]) -> T:
         """What `at` finds in the tables, while they stand still."""
@@ -214,7 +240,7 @@ class References(Layer):
             )
         except (OSError, TelegradError) as error:
             log.debug("a %s to %s could not be sent: %s", type(message).__name__, member.name, error)
-            agent.peers.link_lost(agent.link(member))  # find out whether it lives
+            agent.link_lost(agent.link(member))  # find out whether it lives
             again = partial(agent.io_threads.submit, partial(self.tell, peer, message))
             agent.timer.at(time.monotonic() + _AGAIN, again)
 

@@ -6,8 +6,8 @@ from typing import Any
 from telegrad.errors import RRefError
 from telegrad.rpc.layer import Served
 from telegrad.rpc.packing import pack_for
-from telegrad.rpc.server.request import Request
-from telegrad.rpc.server.run_call import Later, run_call
+from telegrad.rpc.request import Request
+from telegrad.rpc.server.run_call import CallService, Later
 from telegrad.rref.actions import Refuse, SendAck
 from telegrad.rref.outcome import Outcome, RemoteFailure
 from telegrad.rref.peers import PeerId, peer_of
@@ -67,7 +67,7 @@ def serve_creation(references: References, request: Request) -> None:
         value.fail(RemoteFailure(error, agent.info))
 
     try:
-        result = run_call(agent, request, call)
+        result = agent.layer(CallService).run(request, call)
         if type(result) is Later:
             result.give_to(done, failed)
         else:
@@ -80,7 +80,7 @@ def serve_fetch(references: References, request: Request) -> None:
     """Send a value as soon as it exists. No thread waits for it."""
     message = request.message
     assert type(message) is RRefFetch
-    value = references.value_of(message.rref_id)
+    value = references.value_for(message.rref_id, peer_of(request.caller))
     if value.done:
         _send_value(references, request, value)
     else:
@@ -93,7 +93,7 @@ def _send_value(references: References, request: Request, value: Outcome) -> Non
         if isinstance(value.failure, RemoteFailure):
             request.session.reply(Kind.FAILURE, request.frame.request_id, *value.failure.described)
             return
-        packed = pack_for(agent, request.caller, value.get(), request.session.main_by_value)
+        packed = pack_for(agent.layers, request.caller, value.get(), request.session.main_by_value)
     except Exception as error:
         agent.fail(request, error)
         return

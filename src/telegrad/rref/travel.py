@@ -49,7 +49,7 @@ def _check_sendable(handle: Handle) -> None:
 
 def _fork(handle: Handle, crossing: Crossing) -> ForkId:
     references = handle.references
-    if references.agent is not crossing.agent:
+    if references.agent.layers is not crossing.layers:
         raise UnsendableReference(f"{handle} belongs to another agent of this process, {references.agent.info.name!r}")
     _check_sendable(handle)
     child, to = ForkId(references.new_id()), peer_of(crossing.peer)
@@ -127,4 +127,4 @@ def settle_late_reply(references: References, frame: Frame, sender: int) -> None
     agent, member = references.agent, references.agent.directory.by_id(sender)
     if frame.kind == Kind.REPLY and member is not None and len(frame.payload):
         tensors = frame.take_tensors()
-        agent.io_threads.submit(partial(discard, agent, member, frame.payload, tensors))
+        agent.io_threads.submit(partial(discard, agent.layers, member, frame.payload, tensors))

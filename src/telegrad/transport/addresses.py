@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ MEMORY = "memory"  # between agents of one process
 TRANSPORTS = (UNIX, TCP)  # those that are used unless an option says otherwise
 ALL_TRANSPORTS = (*TRANSPORTS, MEMORY)
 _BACKLOG = 512
+_FULL_SECONDS = 0.005
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -122,13 +124,27 @@ def reachable(addresses: Sequence[Address], transports: Sequence[str]) -> list[A
     return [a for kind in order for a in addresses if a.kind == kind and here.get(kind, a.host) == a.host]
 
 
+def _connect_unix(sock: socket.socket, name: str, timeout: float) -> None:
+    """Connect; where the listener's queue is full, Unix sockets say so at once instead of waiting."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(name)
+            sock.settimeout(timeout)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError("the listener's queue is full") from None
+            time.sleep(_FULL_SECONDS)
+
+
 def connect(address: Address, timeout: float) -> socket.socket:
     """A connected socket, still blocking with `timeout`."""
     if address.kind == UNIX:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(timeout)
-            sock.connect(_unix_name(address.where))
+            _connect_unix(sock, _unix_name(address.where), timeout)
         except BaseException:
             sock.close()
             raise

@@ -111,7 +111,7 @@ class Lender:
         self._idle_bytes = 0
         self._lent: dict[int, Block] = {}
         self._next = 1
-        self._retired: list[int] = []
+        self.untold: list[int] = []  # blocks that were given up, of which the peer does not know yet
         self._regained: dict[int, int] = {}  # lent blocks that tensors here alias again, and how often
         self._released: set[int] = set()  # of those, the ones that the peer has let go of
         self._aliases: dict[int, weakref.ref[Any]] = {}
@@ -173,7 +173,7 @@ class Lender:
         self._lent_bytes -= block.size
         if self._idle_bytes + block.size > self._idle_limit:
             block.close()
-            self._retired.append(number)
+            self.untold.append(number)
         else:
             block.idle_since = time.monotonic()
             self._idle.setdefault(block.size, []).append(block)
@@ -229,24 +229,19 @@ class Lender:
             for block in gone:
                 block.close()
                 self._idle_bytes -= block.size
-                self._retired.append(block.number)
+                self.untold.append(block.number)
 
     @property
     def has_blocks(self) -> bool:
         """Whether there is a block at all, idle or lent."""
         return bool(self._lent or self._idle)
 
-    @property
-    def has_retired(self) -> bool:
-        """Whether the peer should be told something."""
-        return bool(self._retired)
-
     def retired(self) -> tuple[int, ...]:
         """Blocks the peer should be told to unmap; each is named once."""
-        if not self._retired:
+        if not self.untold:
             return ()
         with self._lock:
-            numbers, self._retired = tuple(self._retired), []
+            numbers, self.untold = tuple(self.untold), []
         return numbers
 
     def close(self) -> None:
@@ -280,7 +275,7 @@ class Borrower:
         self._by_address: list[tuple[int, int]] = []  # where each block begins, and its number
         self._in_use: dict[int, weakref.ref[Any]] = {}
         # Filled from weakref callbacks, which may run in any thread at any moment: append only, no lock.
-        self._released: deque[int] = deque()
+        self.untold: deque[int] = deque()  # blocks that are free again, of which the peer does not know yet
 
     def map(self, number: int, fd: int, size: int) -> None:
         """Map a block the peer announced. Takes over `fd`."""
@@ -328,24 +323,19 @@ class Borrower:
 
         def freed(_: object, number: int = number) -> None:
             self._in_use.pop(number, None)
-            self._released.append(number)
+            self.untold.append(number)
 
         self._in_use[number] = weakref.ref(alias, freed)
         return alias
 
-    @property
-    def has_released(self) -> bool:
-        """Whether the peer should be told something."""
-        return bool(self._released)
-
     def released(self) -> tuple[int, ...]:
         """Blocks freed since the last time; each is named once."""
-        if not self._released:
+        if not self.untold:
             return ()
         numbers = []
-        while self._released:
+        while self.untold:
             try:
-                numbers.append(self._released.popleft())
+                numbers.append(self.untold.popleft())
             except IndexError:  # another thread took the last one
                 break
         return tuple(numbers)

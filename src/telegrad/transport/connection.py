@@ -159,7 +159,7 @@ class Connection:
             self._write_lock.release()
 
     def _has_notices(self) -> bool:
-        return self._borrower.has_released or (self._lender is not None and self._lender.has_retired)
+        return bool(self._borrower.untold or (self._lender is not None and self._lender.untold))
 
     def _drain_outbox(self) -> list[bytes]:
         held = []

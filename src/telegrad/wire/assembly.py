@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.errors import ProtocolError, SerializationError
-from telegrad.wire.segments import contiguous_strides, element_span
+from telegrad.wire.segments import contiguous_strides, element_span, overlapping
 from telegrad.wire.specs import (
     COMPRESSED_KINDS,
     DTYPES,
@@ -88,7 +88,31 @@ class Assembly:
     def rebuild(self) -> list[Tensor]:
         for index, spec in enumerate(self._specs):
             self._check(index, spec)
-        return [self._build(spec) for index, spec in enumerate(self._specs) if index not in self._part_of]
+        tensors = [self._build(spec) for index, spec in enumerate(self._specs) if index not in self._part_of]
+        self._tie_aliases(tensors)
+        return [finish(tensor, spec.flags) for tensor, spec in zip(tensors, self._specs, strict=False)]
+
+    def _tie_aliases(self, tensors: list[Tensor]) -> None:
+        """Tensors that overlap become views of one base, as they were where they came from. So they have one version
+        counter, and torch notices when one is changed in place and another is then used."""
+        sharing: dict[tuple[int, str], list[int]] = {}
+        for index, spec in enumerate(self._specs[: len(tensors)]):  # parts come after all tensors
+            if spec.kind == Kind.DENSE and spec.segment != NO_SEGMENT:
+                sharing.setdefault((spec.segment, spec.device), []).append(index)
+        for members in sharing.values():
+            if len(members) > 1:
+                base = torch.empty(0, dtype=torch.uint8, device=tensors[members[0]].device)
+                base.set_(tensors[members[0]].untyped_storage())
+                for position in overlapping([tensors[index] for index in members]):
+                    index = members[position]
+                    tensors[index] = self._as_view(base, self._specs[index], tensors[index])
+
+    def _as_view(self, base: Tensor, spec: TensorSpec, tensor: Tensor) -> Tensor:
+        whole = base[: base.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+        view = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if spec.flags & Flag.CONJ:
+            view = torch._conj(view)
+        return torch._neg_view(view) if spec.flags & Flag.NEG else view
 
     def _check(self, index: int, spec: TensorSpec) -> None:
         if spec.kind not in _COUNTS:
@@ -147,7 +171,7 @@ class Assembly:
                 raise
             reason = str(error).partition("\n")[0]
             raise ProtocolError(f"torch refuses a received {Kind(spec.kind).name} tensor: {reason}") from error
-        return finish(tensor, spec.flags)
+        return tensor
 
     def _assemble(self, spec: TensorSpec, kind: Kind, dtype: torch.dtype, parts: list[Tensor]) -> Tensor:
         """Put one tensor together. Torch checks what the parts of sparse tensors say about each other."""

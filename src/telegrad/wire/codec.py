@@ -22,11 +22,13 @@ import msgspec
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.storage import TypedStorage
 
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.wire.blame import blame
 from telegrad.wire.segments import Segment, segment_view
+from telegrad.wire.subclasses import put_together, take_apart
 
 Reduce = Callable[[Any], tuple[Any, ...]]
 FindClass = Callable[[str, str], Any]
@@ -45,6 +47,7 @@ _decode_scalars = msgspec.msgpack.Decoder(list[Any]).decode
 _MAIN_MODULES = ("__main__", "__mp_main__")
 
 _reducers: dict[type, Reduce] = {}
+_recording: Callable[[], bool] = lambda: False  # noqa: E731 - replaced by `set_recording`
 # Classes whose objects, subclasses included, do not take pickle's own way.
 _special: tuple[type, ...] = (Tensor, UntypedStorage, TypedStorage)
 
@@ -55,12 +58,21 @@ class Packed(msgspec.Struct, frozen=True):
     payload: bytes
     tensors: list[Tensor]
 
+    def unsent(self) -> None:
+        """It will not be sent after all: what was counted as sent with it is no longer."""
+
 
 def register_reducer(cls: type, reduce: Reduce) -> None:
     """Send objects of `cls` and its subclasses as `reduce(obj)` says, in the form of `object.__reduce__`."""
     global _special  # noqa: PLW0603 - replaced whole, so that a pickler in another thread sees the old or the new one
     _reducers[cls] = reduce
     _special = (*_special, cls)
+
+
+def set_recording(recording: Callable[[], bool]) -> None:
+    """Let the layer above say whether calls made now are recorded for a backward pass."""
+    global _recording  # noqa: PLW0603 - set once, by the layer that knows
+    _recording = recording
 
 
 def pack(value: Any, *, main_by_value: bool = False) -> Packed:
@@ -210,12 +222,21 @@ class _Table:
             made = (_tensor_at, (len(self.tensors) - 1,))
         elif cls.__name__ in _BOUND_TO_PROCESS and cls.__module__.startswith("torch."):
             raise SerializationError(f"a {cls.__name__} cannot be sent: {_BOUND_TO_PROCESS[cls.__name__]}")
+        elif hasattr(cls, "__tensor_flatten__") and (tensor.requires_grad or cls.__reduce_ex__ in _PLAIN_REDUCTIONS):
+            return put_together, take_apart(tensor)
         elif cls.__reduce_ex__ not in _PLAIN_REDUCTIONS:
+            if tensor.requires_grad and _recording():
+                if is_lazy(tensor):
+                    raise SerializationError(
+                        f"a {cls.__name__} cannot be sent within a context: it has no shape yet, so it can have no "
+                        "gradient; run its module once, or materialize() it, and send it then"
+                    )
+                raise SerializationError(
+                    f"a {cls.__qualname__} that requires grad cannot be sent within a context: it pickles itself "
+                    "(__reduce_ex__), and its gradient would be lost. Give its class __tensor_flatten__ and "
+                    "__tensor_unflatten__, or send it detached"
+                )
             return NotImplemented  # the class knows how to pickle itself; its inner tensors come by here again
-        elif hasattr(cls, "__tensor_flatten__"):
-            names, context = tensor.__tensor_flatten__()
-            inner = {name: getattr(tensor, name) for name in names}
-            return _unflatten, (cls, inner, context, tuple(tensor.shape), tuple(tensor.stride()))
         else:
             with torch._C.DisableTorchFunctionSubclass():
                 made = (_as_subclass, (tensor.as_subclass(Tensor), cls))
@@ -227,6 +248,7 @@ _BOUND_TO_PROCESS = {
     "DTensor": "it belongs to this process's device mesh; send its own part with to_local()",
     "FakeTensor": "it has no data; send a tensor on the meta device instead",
     "FunctionalTensor": "it exists only while torch traces; make the call outside of the traced function",
+    "MaskedTensor": "send get_data() and get_mask(), and make it of them there",
 }
 _PLAIN_REDUCTIONS: tuple[Any, ...] = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 
@@ -313,12 +335,6 @@ def _storage_of(tensor: Tensor) -> UntypedStorage:
 
 def _typed_storage_of(storage: UntypedStorage, dtype: torch.dtype) -> TypedStorage:
     return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-
-
-def _unflatten(
-    cls: Any, inner: dict[str, Tensor], context: Any, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> Tensor:
-    return cls.__tensor_unflatten__(inner, context, shape, strides)  # type: ignore[no-any-return]
 
 
 def _as_subclass(tensor: Tensor, cls: type[Tensor]) -> Tensor:

@@ -139,10 +139,12 @@ class AutogradMetadata(Message, frozen=True):
 
 
 class RpcWithAutograd(Message, frozen=True, tag=20):
-    """A call made inside a context; its tensors that require grad come from the Send named in the metadata."""
+    """A call made inside a context; its tensors that require grad come from the Send named in the metadata. In a strict
+    context, calls that the callee makes outside of it are an error there, too."""
 
     metadata: AutogradMetadata
     call: PythonCall | PythonRemoteCall | RRefFetch
+    strict: bool
 
 
 def with_definition(call: Any, definition: bytes) -> Any:

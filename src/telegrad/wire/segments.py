@@ -106,6 +106,13 @@ def cover_storage(tensors: Sequence[Tensor]) -> Iterator[tuple[Segment, list[Pla
                 yield _alone(extent)
 
 
+def overlapping(tensors: Sequence[Tensor]) -> set[int]:
+    """The positions of those that have bytes in common with another; all have elements and lie in one storage."""
+    extents = sorted((_extent(position, tensor) for position, tensor in enumerate(tensors)), key=lambda e: e.low)
+    clusters = [cluster for cluster in _clusters(extents) if len(cluster) > 1 and not _are_disjoint(cluster)]
+    return {extent.position for cluster in clusters for extent in cluster}
+
+
 def _extent(position: int, tensor: Tensor) -> _Extent:
     if tensor.dtype in PACKED_DTYPES:  # torch gives these no meaningful strides: the whole storage is the tensor
         return _Extent(position, tensor, 0, tensor.untyped_storage().nbytes())

@@ -63,8 +63,8 @@ class RpcAgent:
             ),
             "agent.client_active_calls": sum(len(link.pending) for link in agent.peers.links()),
             "agent.server_active_calls": sum(session.running for session in agent.peers.sessions()),
-            "agent.calls_made": agent.calls_made,
-            "agent.calls_served": agent.calls_served,
+            "agent.calls_made": agent.runtime.calls_made,
+            "agent.calls_served": agent.runtime.calls_served,
         }
         if _profiling.gil:
             info["agent.gil_average_wait_time_us"] = _gil_wait() * 1e6

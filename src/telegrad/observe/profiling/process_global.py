@@ -18,7 +18,7 @@ from telegrad.observe.profiling.merging import parse_records
 from telegrad.observe.profiling.remote import ScopedRequest
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.layer import Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.wire.messages import PythonCall, PythonRemoteCall
 
 

@@ -29,7 +29,7 @@ from telegrad.observe.profiling.merging import parse_records
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.calls import Around, CallProfiler, name_of
 from telegrad.rpc.layer import OnReply, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.messages import AnyMessage, RpcWithProfiling, RpcWithProfilingReply
 
@@ -74,7 +74,7 @@ class Profiler(CallProfiler, PassProfiler):
         assert type(message) is RpcWithProfiling
         profiled = _ProfiledRequest(request, _Profile(self.agent, message.options))
         profiled.message = message.call
-        self.agent.serve(profiled)
+        profiled.session.serve(profiled)
 
 
 def note(call: ProfiledCall) -> None:
@@ -120,7 +120,7 @@ class ScopedRequest(Request):
         self._inner_scope: Any = None
         self._outer_scope = outer_scope
         super().__init__(request.session, request.frame)
-        self.message, self.came = request.message, request.came
+        self.message = request.message
         self.on_tensors, self.on_reply, self.scope = request.on_tensors, request.on_reply, request.scope
 
     @property

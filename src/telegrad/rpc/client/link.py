@@ -2,7 +2,7 @@
 
 What was sent is remembered until it is answered, and sent again over the next connection if the one it went over is
 lost. A link ends with the worker: then everything that still waits is told so. Who reads the replies is in
-`replies.py`.
+`reply_reader.py`.
 """
 
 import itertools
@@ -11,40 +11,75 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from telegrad import trace
 from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
+from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
-from telegrad.rpc.server.at_most_once import KEPT_NOTICES
+from telegrad.rpc.devices import place
+from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
+from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import TICKET_BYTES
+from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Kind
 from telegrad.wire.messages import AnyMessage, Ping
-
-if TYPE_CHECKING:
-    from telegrad.rpc.agent import Agent
-    from telegrad.rpc.workers import Member
+from telegrad.wire.small import describe_small
+from telegrad.wire.tensors import describe
 
 log = logging.getLogger("telegrad.rpc")
+
+KEPT_NOTICES = 256  # the latest, to be sent again over a new connection; a session remembers more than that
+NOTHING = Packed(b"", [])
+
+
+class Dialled(NamedTuple):
+    """A worker answered."""
+
+    connection: Connection
+    main_by_value: bool  # whether functions of `__main__` must be sent whole over it
+
+
+class Unanswered(NamedTuple):
+    """A worker did not answer."""
+
+    why: str
+    gone: bool  # whether that is known to be final: to dial again would not help
+
+
+class LinkEvents(Protocol):
+    """Whom a link asks for connections, and tells what happens to it."""
+
+    def dial(self, link: "Link", deadline: float) -> Dialled | Unanswered:
+        """A new connection for a link. TimeoutError at the deadline of whoever asked for it."""
+
+    def link_lost(self, link: "Link") -> None:
+        """The connection of a link ended: replace it, or find that the worker is dead."""
+
+    def lost(self, member: Member, why: str) -> None:
+        """A worker is gone for good."""
+
+    def said_goodbye(self, member: Member) -> None:
+        """The worker leaves on purpose; nothing more comes from it."""
 
 
 class Link:
     """Requests to one incarnation of one worker."""
 
-    def __init__(self, agent: "Agent", member: "Member", number: int) -> None:
-        self.agent = agent
+    def __init__(self, runtime: Runtime, events: LinkEvents, member: Member, number: int) -> None:
+        self.runtime = runtime
+        self._io_threads = runtime.io_threads
+        self._events = events
         self.member = member
         self.number = number
-        self._ticket = os.urandom(
-            TICKET_BYTES
-        )  # shown with each connection, so that nobody else can go on with this link
+        self.ticket = os.urandom(TICKET_BYTES)  # shown with each connection: nobody else can go on with this link
         self.pending = Pending()
-        self.functions: dict[Any, tuple[int, bytes]] = {}  # what was sent once is a number afterwards
+        self.functions = FunctionTable()
         self.main_by_value = False
         self.dead: WorkerDied | None = None
         self.current: Connection | None = None  # what is sent goes over it; `connection()` makes it
@@ -52,11 +87,10 @@ class Link:
         self.settled.set()
         self.replies = ReplyReader(self)
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
-        self.look_out = self.replies.arm
+        self.expect = self.replies.arm  # have the I/O threads read what comes
         self.exhausted = (0.0, 0)  # when the worker last said that all its threads are taken, and how many
         self.quiet_since = 0.0  # since when something is expected, for the heartbeat
         self.sent = 0
-        self._function_numbers = itertools.count(1)
         self._notice_ids = itertools.count(1)
         self._notices: deque[tuple[int, AnyMessage]] = deque(maxlen=KEPT_NOTICES)
         self._dial_lock = threading.Lock()
@@ -69,9 +103,10 @@ class Link:
         """Whether there is a connection now."""
         return self.current is not None
 
-    def next_function_number(self) -> int:
-        """A number for a function that has none on this link yet."""
-        return next(self._function_numbers)
+    @property
+    def dialling(self) -> bool:
+        """Whether a thread is making a connection, or giving one up."""
+        return self._dial_lock.locked()
 
     # --- sending ---
 
@@ -87,45 +122,52 @@ class Link:
             if not self._dial_lock.acquire(timeout=left):
                 raise TimeoutError(f"worker {self.member.name!r} is still being dialled")
             try:
-                return self.current if self.current is not None else self._dial(deadline)
-            except WorkerDied as error:
-                # Kept as text and raised anew below: an error in a variable of a frame it passed is a cycle.
-                text, why = str(error), f"worker {self.member.name!r} is gone: {error.__cause__ or error}"
-                final = self.agent.liveness.is_final(self.member, error)
-                if final:
-                    self.dead = error.again()  # at once: those who wait for the lock need not dial as well
+                dialled = self.current if self.current is not None else self._dial(deadline)
+                if isinstance(dialled, Unanswered) and dialled.gone:
+                    self.dead = self._unanswered(dialled)  # at once: those who wait for the lock need not dial as well
             finally:
                 self._dial_lock.release()
-        if final:
-            self.agent.lost(self.member, why)
-        if self.dead is not None:
-            raise self.dead.again()
-        raise WorkerDied(text, worker=self.member.name, incarnation=self.member.incarnation)
+        if not isinstance(dialled, Unanswered):
+            return dialled
+        if dialled.gone:
+            self._events.lost(self.member, f"worker {self.member.name!r} is gone: {dialled.why}")
+            raise self.dead.again() if self.dead is not None else self._unanswered(dialled)
+        raise self._unanswered(dialled)
 
-    def _dial(self, deadline: float) -> Connection:
+    def _unanswered(self, outcome: Unanswered) -> WorkerDied:
+        member = self.member
+        return WorkerDied(
+            f"worker {member.name!r} does not answer at {', '.join(a.where for a in member.addresses)} "
+            f"({outcome.why}). It ended, or cannot be reached from here.",
+            worker=member.name,
+            incarnation=member.incarnation,
+        )
+
+    def _dial(self, deadline: float) -> Connection | Unanswered:
         """Dial, and send what may not have arrived: the worker knows by the ids what it has already taken."""
         if self.dead is not None:
             raise self.dead.again()
         # Not for longer than a silent worker is waited for: the lock held here is needed to give it up.
-        limit = time.monotonic() + self.agent.liveness.patience
+        limit = time.monotonic() + self.runtime.patience
         while True:
-            # While a thread waits to write, somebody must read: the worker may be busy writing to us.
-            dialled = self.agent.connector.dial(self.member, self.number, self._ticket, self.replies.arm, deadline)
-            connection, self.main_by_value = dialled
+            dialled = self._events.dial(self, deadline)
+            if isinstance(dialled, Unanswered):
+                return dialled
+            connection, self.main_by_value = dialled.connection, dialled.main_by_value
             try:
                 self._send_again(connection, limit)
                 break
             except (OSError, ValueError) as error:  # lost as well: whether the worker lives is for the dialling to say
                 connection.close()
                 if time.monotonic() >= min(limit, deadline):
-                    raise self.agent.liveness.unreachable(self.member, error) from error
+                    return Unanswered(f"its new connection closed: {error}", gone=False)
             except BaseException:
                 connection.close()
                 raise
         self.replies.last_heard = time.monotonic()
         connection.after_hold = self.replies.arm
-        connection.copier.ask_for_help = self.agent.helpers.ask
-        self.agent.io_threads.watch(connection.stream.fileno(), self.replies.readable, armed=False)
+        connection.copier.ask_for_help = self.runtime.helpers.ask
+        self._io_threads.watch(connection.stream.fileno(), self.replies.readable, armed=False)
         self.current = connection  # only now may others send: what came before is on its way
         self.settled.set()
         return connection
@@ -140,6 +182,47 @@ class Link:
         for request_id in self.pending.overdue():
             connection.send(Kind.REQUEST, request_id, 0, Ping(), deadline=deadline)
 
+    def send(
+        self,
+        message: AnyMessage,
+        packed: Packed = NOTHING,
+        *,
+        timeout: float,
+        what: str | Callable[[], str],
+        complete: Callable[[Slot], None] | None = None,
+        future: Any = None,
+        on_reply: Any = None,
+        definition: bytes = b"",
+        attended: bool = False,
+    ) -> Slot:
+        """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`.
+
+        `definition` is that of the function the message calls by its number."""
+        specs: Any = ()
+        memory: Any = ()
+        if packed.tensors:
+            specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
+            if type(memory) is not bytes:
+                specs = place(self.runtime.options, self.runtime.info.name, self.member, specs)
+        now = time.monotonic()
+        slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
+        slot.since = now
+        slot.link = self
+        if complete is not None:
+            slot.complete = complete
+            slot.attended = attended
+        if future is not None:
+            slot.future = future
+            future.awaited = slot
+        if on_reply is not None:
+            slot.on_reply = on_reply
+        if definition:
+            slot.definition = definition
+        if trace.recorder is not None:
+            trace.recorder.asked(slot, message, packed.payload, specs, memory)
+        self.request(slot, message, packed.payload, specs, memory)
+        return slot
+
     def request(
         self,
         slot: Slot,
@@ -149,17 +232,19 @@ class Link:
         memory: Sequence[Any] | bytes = (),
     ) -> None:
         """Send a request whose reply `slot` waits for. Errors of the sending itself are raised."""
-        try:
-            connection = self.connection(slot.deadline)
-        except WorkerDied:
-            raise
-        except TimeoutError:
-            raise self.timeout_error(slot) from None
+        connection = self.current
+        if connection is None:
+            try:
+                connection = self.connection(slot.deadline)
+            except WorkerDied:
+                raise
+            except TimeoutError:
+                raise self.timeout_error(slot) from None
         slot.resend = (message, payload, tensors, memory)
         # Count before sending: the reply may come first.
         ack, earliest = self.pending.admit(slot)
         if earliest:
-            self.agent.timer.at(slot.deadline, self.expire)
+            self.runtime.timer.at(slot.deadline, self.expire)
         self.sent += 1
         deadline = None if slot.deadline == FOREVER else slot.deadline
         # In a burst of calls nobody waits for yet, small ones share a write: the reader of replies sends them on.
@@ -184,7 +269,7 @@ class Link:
             # Nor are replies read one by one then: completing a future lets go of the GIL, and each time the thread
             # that asks and the thread that reads would fight for it.
             self.replies.last_asked = slot.since
-            self.agent.delayed_flush.within(BURST, connection)
+            self.runtime.delayed_flush.within(BURST, connection)
         elif slot.complete is not None and not slot.attended:
             self.replies.arm()
 
@@ -202,9 +287,9 @@ class Link:
         try:
             connection.send(Kind.NOTICE, number, self.pending.lowest(), message, hold=True)
             if lazy:
-                self.agent.delayed_flush.within(LAZY, connection)
+                self.runtime.delayed_flush.within(LAZY, connection)
             else:
-                connection.flush(deadline=time.monotonic() + self.agent.liveness.patience)
+                connection.flush(deadline=time.monotonic() + self.runtime.patience)
         except TimeoutError:
             log.debug("%s does not take in a notice; it goes with the next message", self.member.name)
         except (OSError, ValueError):
@@ -232,6 +317,10 @@ class Link:
                 log.debug("%s could not be told goodbye", self.member.name)
 
     # --- failures ---
+
+    def said_goodbye(self) -> None:
+        """The worker leaves on purpose."""
+        self._events.said_goodbye(self.member)
 
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
@@ -261,9 +350,9 @@ class Link:
         for slot in late:
             slot.error = self.timeout_error(slot)
             slot.done = True
-            self.agent.complete(slot)
+            self.replies.complete(slot)
         if again != FOREVER:
-            self.agent.timer.at(again, self.expire)
+            self.runtime.timer.at(again, self.expire)
 
     def silent_since(self) -> float:
         """When the worker was last heard, or took in more of what is being written to it."""
@@ -297,12 +386,12 @@ class Link:
         with self._dial_lock:
             if self.current is not connection:
                 return  # another thread noticed first
-            self.agent.io_threads.forget(connection.stream.fileno())
+            self._io_threads.forget(connection.stream.fileno())
             connection.close()
             self.settled.clear()
             self.current = None
             self.replies.unwatched()
-        self.agent.peers.link_lost(self)
+        self._events.link_lost(self)
 
     def resume(self, deadline: float) -> None:
         """Replace a lost connection. TimeoutError at the deadline."""
@@ -314,7 +403,7 @@ class Link:
         """The worker sends nonsense: fail what waits for it, and nothing else."""
         with self._dial_lock:
             if self.current is connection:
-                self.agent.io_threads.forget(connection.stream.fileno())
+                self._io_threads.forget(connection.stream.fileno())
                 connection.close()
                 self.current = None
         for slot in self.pending.take_all():
@@ -327,7 +416,7 @@ class Link:
             self.dead = error
             connection, self.current = self.current, None
         if connection is not None:
-            self.agent.io_threads.forget(connection.stream.fileno())
+            self._io_threads.forget(connection.stream.fileno())
             connection.close()
         self._fail_all()
         self.settled.set()

@@ -162,6 +162,10 @@ class Pending:
                 taken.append(slot)
         return taken
 
+    def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """The requests that wait, those that were given up, and the lowest of both when it was last asked for."""
+        return tuple(self._slots), tuple(sorted(self._given_up)), self._lowest
+
     def snapshot(self) -> list[Slot]:
         """The slots that wait, oldest first."""
         return list(self._slots.values())

@@ -14,20 +14,19 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from telegrad import trace
-from telegrad.errors import ProtocolError
-from telegrad.rpc.client.pending import FOREVER, Slot
+from telegrad.errors import ProtocolError, RpcTimeout, TelegradError
+from telegrad.rpc.client.pending import FOREVER, Pending, Slot
+from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import blocking, local
+from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import Ack, Exhausted, Goodbye
-
-if TYPE_CHECKING:
-    from telegrad.rpc.client.link import Link
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -37,12 +36,36 @@ _MOST_UNACKNOWLEDGED = 256  # replies that the worker may have to remember for a
 _LOOK_AGAIN_SECONDS = 1.0
 
 
+class ReadLink(Protocol):
+    """The link whose replies are read, as far as the reader needs it."""
+
+    runtime: Runtime
+    member: Member
+    pending: Pending
+    current: Connection | None
+    settled: threading.Event
+    exhausted: tuple[float, int]
+
+    def lost(self, connection: Connection) -> None:
+        """The connection ended."""
+
+    def break_off(self, connection: Connection, error: TelegradError) -> None:
+        """The worker sends nonsense."""
+
+    def said_goodbye(self) -> None:
+        """The worker leaves on purpose."""
+
+    def timeout_error(self, slot: Slot) -> RpcTimeout:
+        """What a caller gets whose deadline passed."""
+
+
 class ReplyReader:
     """The reading end of a link."""
 
-    def __init__(self, link: "Link") -> None:
+    def __init__(self, link: ReadLink) -> None:
         self._link = link
-        self._agent = link.agent
+        self._runtime = link.runtime
+        self._io_threads = link.runtime.io_threads
         self._pending = link.pending
         self.state = IDLE
         self.last_heard = 0.0
@@ -69,7 +92,7 @@ class ReplyReader:
                 else:
                     connection = self._link.current
                     if self.state == ARMED and connection is not None:
-                        self._agent.io_threads.disarm(connection.stream.fileno())
+                        self._io_threads.disarm(connection.stream.fileno())
                     self.state = READING
                     reads = True
             if reads:
@@ -104,8 +127,8 @@ class ReplyReader:
 
     def _read_until(self, slot: Slot) -> None:
         spinner = self._spinner
-        io_threads = self._agent.io_threads
-        disturbs = io_threads.works if local.turn is None else io_threads.another_works
+        others = self._io_threads
+        most = 0 if local.turn is None else 1  # this thread may be one of them
         while not slot.done:
             connection = self._link.current
             if connection is None:  # lost: the agent dials again, or finds that the worker is dead
@@ -115,7 +138,7 @@ class ReplyReader:
                 if left <= 0:
                     return
                 continue
-            if not spinner.wait(connection.stream.readable, disturbs):
+            if not spinner.wait(connection.stream.readable, others, most):
                 left = slot.deadline - time.monotonic()
                 if left <= 0:
                     return
@@ -132,7 +155,7 @@ class ReplyReader:
             connection = self._link.current
             if woken and self.state == IDLE and connection is not None:
                 # The event that woke the I/O threads is spent: have the kernel tell of the worker's end again.
-                self._agent.io_threads.disarm(connection.stream.fileno())
+                self._io_threads.disarm(connection.stream.fileno())
 
     def _pass_on(self) -> None:
         """Under the lock: let one who waits read, or the I/O threads if others wait for futures only."""
@@ -146,10 +169,10 @@ class ReplyReader:
         if connection is None:
             return
         if len(self._pending) > BURST_CALLS and time.monotonic() - self.last_asked < BURST:
-            self._agent.delayed_flush.within(BURST, connection)  # calls keep coming: read their replies together
+            self._runtime.delayed_flush.within(BURST, connection)  # calls keep coming: read their replies together
         elif self._pending or self._pending.has_overdue:
             self.state = ARMED
-            self._agent.io_threads.arm(connection.stream.fileno())
+            self._io_threads.arm(connection.stream.fileno())
 
     def arm(self) -> None:
         """Have the I/O threads look for replies, unless a thread reads already."""
@@ -157,7 +180,7 @@ class ReplyReader:
             connection = self._link.current
             if self.state == IDLE and connection is not None:
                 self.state = ARMED
-                self._agent.io_threads.arm(connection.stream.fileno())
+                self._io_threads.arm(connection.stream.fileno())
 
     def unwatched(self) -> None:
         """The connection is lost: no more events of it. A thread that reads goes on with the next."""
@@ -197,15 +220,16 @@ class ReplyReader:
         acknowledge = False
         for frame in frames:
             acknowledge |= frame.is_large  # before its tensors are taken out of it
-            self._take(frame)
-        self._flush(connection)
+            self.take(frame)
+        self.flush(connection)
         if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
-            self._acknowledge(connection)
+            self.acknowledge(connection)
 
-    def _take(self, frame: Frame) -> None:
+    def take(self, frame: Frame) -> None:
+        """A frame came."""
         if frame.kind == Kind.NOTICE:
             if type(frame.message) is Goodbye:
-                self._agent.peers.said_goodbye(self._link.member)
+                self._link.said_goodbye()
             elif type(frame.message) is Exhausted:
                 self._link.exhausted = (time.monotonic(), frame.message.threads)
             return
@@ -213,21 +237,22 @@ class ReplyReader:
         slot = self._pending.take(frame.request_id)
         if slot is None:
             if self._pending.is_late(frame.request_id):
-                self._agent.late_reply(frame, self._link.member)
+                for layer in self._runtime.layers:
+                    layer.on_late_reply(frame, self._link.member.worker_id)
             return
         slot.frame = frame
         self.finish(slot)
 
-    def _flush(self, connection: Connection) -> None:
+    def flush(self, connection: Connection) -> None:
         """Send what waited for company."""
         try:
             connection.flush(deadline=time.monotonic())  # this thread reads: it must not wait until the worker does
         except TimeoutError:
-            self._agent.delayed_flush.within(LAZY, connection)
+            self._runtime.delayed_flush.within(LAZY, connection)
         except (OSError, ValueError):
             log.debug("what was held back for %s goes over its next connection", self._link.member.name)
 
-    def _acknowledge(self, connection: Connection) -> None:
+    def acknowledge(self, connection: Connection) -> None:
         """A large reply came, or many: let their sender forget them soon, if no request follows at once.
 
         A header acknowledges all before the oldest request that waits. If that waits for long, those behind it must be
@@ -237,7 +262,7 @@ class ReplyReader:
         named = array.array("Q", [request_id for request_id in received if request_id >= lowest])
         try:
             connection.send(Kind.NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
-            self._agent.delayed_flush.within(LAZY, connection)
+            self._runtime.delayed_flush.within(LAZY, connection)
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self._link.member.name)
 
@@ -248,9 +273,23 @@ class ReplyReader:
             trace.recorder.answered(slot)
         if slot.complete is not None:
             # Callbacks may run for long, and may wait for another reply of this link; this thread reads it.
-            self._agent.complete(slot)
+            self.complete(slot)
         if slot.wake is not None:
             try:
                 slot.wake.release()
             except RuntimeError:  # it woke by itself, at its deadline
                 pass
+
+    def complete(self, slot: Slot) -> None:
+        """Complete a slot from a thread that must not run a user's callbacks."""
+        complete = slot.complete
+        if complete is None:
+            return  # its caller came for the reply in person, and was first
+        future = slot.future
+        if future is not None:
+            future.settling = True  # before looking: see `Future.add_done_callback`
+            if future.has_callbacks and not self._runtime.closing:
+                future.settling = False
+                self._io_threads.submit(lambda: complete(slot))
+                return
+        complete(slot)

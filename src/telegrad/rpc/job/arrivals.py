@@ -8,10 +8,15 @@ some have its answer and others have not: those are a round ahead when the next 
 reached a later round counts as having reached the earlier ones.
 """
 
+import re
 from collections.abc import Callable, Iterable
+
+from telegrad.errors import ProtocolError
 
 Answer = Callable[[int], None]  # called with the sum of all activities
 
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_MOST_OPEN = 256
 _LAST_ROUNDS = {"left": 1e18, "closed": 2e18}
 
 
@@ -22,7 +27,11 @@ class Arrivals:
         self._arrived: dict[str, dict[str, tuple[int, Answer]]] = {}
 
     def arrive(self, key: str, worker: str, activity: int, answer: Answer) -> None:
-        """A worker reached a barrier; a second arrival of the same one replaces the first."""
+        """A worker reached a barrier; a second arrival of the same one replaces the first. ProtocolError for what is
+        no barrier, before anything is noted."""
+        _round_of(key)
+        if key not in self._arrived and len(self._arrived) >= _MOST_OPEN:
+            raise ProtocolError(f"more than {_MOST_OPEN} barriers are open at a time")
         self._arrived.setdefault(key, {})[worker] = (activity, answer)
 
     def complete(self, expected: Iterable[str], here: str) -> list[tuple[Answer, int]]:
@@ -60,4 +69,8 @@ class Arrivals:
 
 def _round_of(key: str) -> tuple[str, float]:
     name, _, round_ = key.rpartition("/")
-    return name, float(round_) if round_.isdecimal() else _LAST_ROUNDS[round_]
+    if _NUMBER.fullmatch(round_):
+        return name, float(round_)
+    if not name or round_ not in _LAST_ROUNDS:
+        raise ProtocolError(f"{key[:100]!r} is not the name and round of a barrier")
+    return name, _LAST_ROUNDS[round_]

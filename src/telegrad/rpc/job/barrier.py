@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from telegrad.errors import TelegradError, WorkerDied
+from telegrad.errors import ProtocolError, TelegradError, WorkerDied
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.job.arrivals import Arrivals
 from telegrad.rpc.layer import Layer, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.messages import Barrier, BarrierReply
 
@@ -43,6 +43,8 @@ class Barriers(Layer):
         if not message.worker:  # no arrival, but the question who is missing
             agent.reply(request, BarrierReply(0, tuple(self.missing(message.key))))
             return
+        if message.worker != request.caller.name:
+            raise ProtocolError(f"worker {request.caller.name!r} cannot reach a barrier for {message.worker!r}")
         with self._lock:
             self._book.arrive(
                 message.key,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from telegrad.errors import TelegradError
 from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.layer import Layer, Served
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.request import Request
 from telegrad.wire.messages import DebugWaits, WaitsReply
 
 if TYPE_CHECKING:

@@ -133,7 +133,7 @@ def _start_at(
 
 def install_own_layers(agent: Agent) -> None:
     """What every agent serves, whatever is put on it above: users' calls, barriers, questions about who waits."""
-    for layer in (CallService(agent), Barriers(agent), Waits(agent), Membership(agent)):
+    for layer in (CallService(agent.info.name, agent.layers), Barriers(agent), Waits(agent), Membership(agent)):
         agent.install(layer)
 
 

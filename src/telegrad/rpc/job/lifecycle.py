@@ -141,7 +141,7 @@ def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leavin
     generation = 0
     while True:
         _drain(agent, deadline, timeout)
-        activity = agent.calls_made + agent.calls_served
+        activity = agent.runtime.calls_made + agent.runtime.calls_served
         try:
             total = barrier(agent, f"shutdown/{generation}", activity, deadline)
         except TimeoutError as error:

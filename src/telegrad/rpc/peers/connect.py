@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from telegrad.errors import AuthenticationError, ProtocolError, WorkerDied
+from telegrad.rpc.client.link import Dialled, Unanswered
 from telegrad.rpc.peers.accept import Acceptor, Caller, dial, main_fingerprint
 from telegrad.rpc.peers.liveness import REDIAL_SECONDS
+from telegrad.rpc.peers.peers import MOST_SESSIONS
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Listeners, host_identity
 from telegrad.transport.connection import Connection
@@ -46,10 +48,8 @@ class Connector:
 
     def dial(
         self, member: Member, number: int, ticket: bytes, on_blocked: Callable[[], None], deadline: float
-    ) -> tuple[Connection, bool]:
-        """A new connection for a link, and whether functions of `__main__` must be sent whole over it.
-
-        WorkerDied if the worker does not answer, TimeoutError at the deadline of whoever asked for the connection."""
+    ) -> Dialled | Unanswered:
+        """A new connection for a link, or why there is none. TimeoutError at the deadline of whoever asked for it."""
         agent, me = self._agent, self._agent.member
         hello = Hello(
             me.worker_id,
@@ -64,12 +64,12 @@ class Connector:
         )
         last_try = time.monotonic() + agent.options.connect_timeout
         while True:
-            limit = min(deadline, last_try, time.monotonic() + agent.liveness.patience)
+            limit = min(deadline, last_try, time.monotonic() + agent.runtime.patience)
             try:
                 secret = self._secret_of(member)
                 connection, welcome = dial(member, hello, secret, agent.options, limit, on_blocked, self._tls)
             except Refused as error:
-                raise agent.liveness.unreachable(member, error) from error
+                return Unanswered(str(error), gone=True)
             except (AuthenticationError, ProtocolError) as error:
                 raise type(error)(f"connecting to worker {member.name!r}: {error}") from error
             except WorkerDied:
@@ -78,11 +78,12 @@ class Connector:
                 now = time.monotonic()
                 if now >= deadline:
                     raise TimeoutError(f"worker {member.name!r} could not be reached in time: {error}") from error
-                if now >= last_try or agent.is_dead(member) or not agent.liveness.may_answer_yet(member, error):
-                    raise agent.liveness.unreachable(member, error) from error
+                gone = not agent.liveness.may_answer_yet(member, error)
+                if gone or now >= last_try or agent.is_dead(member):
+                    return Unanswered(str(error), gone)
                 time.sleep(REDIAL_SECONDS)
             else:
-                return self.fit_out(connection), welcome.main_module != self._main
+                return Dialled(self.fit_out(connection), welcome.main_module != self._main)
 
     def _secret_of(self, member: Member) -> bytes:
         """The job's secret; in an insecure job, the one that the worker has published where all meet."""
@@ -111,6 +112,8 @@ class Connector:
         if known is not None and known.incarnation == hello.incarnation:
             _check_identity(known, hello, caller)
         served = agent.peers.session_for(hello)
+        if served is None and len(agent.peers.sessions()) >= MOST_SESSIONS:
+            raise AuthenticationError(f"worker {me.name!r} serves {MOST_SESSIONS} links already")
         if served is not None and not hmac.compare_digest(served.ticket, hello.ticket):
             raise AuthenticationError(f"link {hello.link} of worker {hello.name!r} is another's")
         shared = hello.shared_memory and agent.options.shared_memory

@@ -21,7 +21,6 @@ from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import host_identity
 from telegrad.transport.connection import heap
-from telegrad.transport.handshake import Refused
 from telegrad.wire.messages import Ack, Exhausted, Ping
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class Liveness(Layer):
                 link.quiet_since = now
                 continue
             silent = now - link.silent_since()
-            if silent > self.patience and not self._is_excused(link, silent):
+            if silent > self._agent.runtime.patience and not self._is_excused(link, silent):
                 why = f"worker {link.member.name!r} has been silent for {silent:.1f} s and does not answer"
                 agent.io_threads.attend(functools.partial(agent.lost, link.member, why))
             elif silent > interval:
@@ -156,12 +155,6 @@ class Liveness(Layer):
         finally:
             self._asking.discard(member.incarnation)
 
-    @property
-    def patience(self) -> float:
-        """Seconds that a worker may be silent before it counts as dead, unless it is known to be busy."""
-        heartbeat = self._agent.options.heartbeat
-        return 3 * max(heartbeat, 0.1) if heartbeat else self._agent.options.connect_timeout
-
     def _is_excused(self, link: Link, silent: float) -> bool:
         """Whether a silent worker is only busy, say in a long call into C that keeps Python's lock.
 
@@ -169,7 +162,7 @@ class Liveness(Layer):
         the network and the host are well, and the worker gets ten times as long."""
         if self._is_here(link.member):
             return self._is_busy(link.member)
-        return silent < _BUSY_FACTOR * self.patience and link.host_answers(self.patience)
+        return silent < _BUSY_FACTOR * self._agent.runtime.patience and link.host_answers(self._agent.runtime.patience)
 
     def _is_here(self, member: Member) -> bool:
         return member.host == host_identity()
@@ -190,24 +183,10 @@ class Liveness(Layer):
             return not self._is_here(member) or self._is_busy(member)
         return not isinstance(error, ConnectionRefusedError | FileNotFoundError)
 
-    def is_final(self, member: Member, error: WorkerDied) -> bool:
-        """Whether a worker that could not be dialled is to be given up."""
-        cause = error.__cause__
-        return isinstance(cause, Refused) or (isinstance(cause, OSError) and not self.may_answer_yet(member, cause))
-
-    def unreachable(self, member: Member, error: Exception) -> WorkerDied:
-        """The error for a worker that does not answer at its addresses."""
-        return WorkerDied(
-            f"worker {member.name!r} does not answer at {', '.join(a.where for a in member.addresses)} ({error}). "
-            "It ended, or cannot be reached from here.",
-            worker=member.name,
-            incarnation=member.incarnation,
-        )
-
     def revive(self, link: Link) -> None:
         """Replace the lost connection of a link, or find that its worker is dead."""
         agent = self._agent
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + self._agent.runtime.patience
         while not agent.closing and link.dead is None:
             try:
                 link.resume(max(deadline, time.monotonic() + REDIAL_SECONDS))

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("telegrad.rpc")
 
+MOST_SESSIONS = 4096  # links of all callers together
+_MOST_DEAD = 65536  # ends that are remembered
+
 
 def _key(hello: Hello) -> tuple[int, int, int]:
     """A session serves one link of one incarnation of a worker, over all its connections."""
@@ -38,6 +41,8 @@ class Peers:
         self._directory = agent.directory
         self._lock = threading.Lock()
         self._links: dict[WorkerId, Link] = {}
+        # The same by name: one that is connected is the right one, since the end of a worker ends its connection.
+        self.by_name: dict[str, Link] = {}
         self._link_numbers = 0
         self._sessions: dict[tuple[int, int, int], Session] = {}
         self._orphaned: WeakSet[Session] = WeakSet()  # of the dead, as long as something they asked still runs here
@@ -132,10 +137,10 @@ class Peers:
             link = self._links.get(member.worker_id)
             if link is None or link.member.incarnation != member.incarnation:
                 self._link_numbers += 1
-                new = Link(self._agent, member, self._link_numbers)
+                new = Link(self._agent.runtime, self._agent, member, self._link_numbers)
                 new.dead = self._dead.get(member.incarnation)
                 if link is None or new.dead is None:
-                    self._links[member.worker_id] = new
+                    self._links[member.worker_id] = self.by_name[member.name] = new
                 link = new
             return link
 
@@ -177,23 +182,12 @@ class Peers:
                 known = self._directory.by_id(hello.worker_id)
                 if known is None or known.incarnation != hello.incarnation:
                     known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
-                session = Session(self._agent, known, main_by_value, hello.link, hello.ticket)
+                runtime, agent = self._agent.runtime, self._agent
+                session = Session(runtime, agent, known, main_by_value, hello.link, hello.ticket)
                 self._sessions[_key(hello)] = session
         session.attach(connection)
 
     # --- who is gone ---
-
-    def link_lost(self, link: Link) -> None:
-        """A connection this worker had dialled ended."""
-        if self._agent.closing:
-            link.close()
-        else:
-            self._agent.io_threads.attend(lambda: self._agent.liveness.revive(link))
-
-    def session_lost(self, session: Session) -> None:
-        """A connection another worker had dialled ended."""
-        if not self._agent.closing:
-            self._agent.liveness.caller_lost(session)
 
     def said_goodbye(self, member: Member) -> None:
         """A worker left on purpose."""
@@ -207,7 +201,7 @@ class Peers:
         """Somebody says that a worker leaves. What it answered before comes over the link, and then its end."""
         link = self._linked(member)
         if link is not None:
-            link.look_out()
+            link.expect()
         else:
             self.lost(member, why, departed=True)
 
@@ -223,6 +217,8 @@ class Peers:
                 incarnation=member.incarnation,
             )
             self._dead[member.incarnation] = error
+            while len(self._dead) > _MOST_DEAD:
+                del self._dead[next(iter(self._dead))]
             link = self._links.get(member.worker_id)
             sessions = [key for key in self._sessions if key[1] == member.incarnation]
             closed = [self._sessions.pop(key) for key in sessions]
@@ -250,4 +246,5 @@ class Peers:
     def forget_all(self) -> None:
         """The agent has closed every link and session."""
         self._links.clear()
+        self.by_name.clear()
         self._sessions.clear()

@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from telegrad.errors import ProtocolError
 from telegrad.rpc.server.ranges import Ranges
 
-KEPT_NOTICES = 256  # a caller sends so many again over a new connection
-_REMEMBERED_NOTICES = 4 * KEPT_NOTICES
+MOST_KEPT = 16384  # replies of one caller that it has not acknowledged
+_REMEMBERED_NOTICES = 1024  # well above what a link sends again over a new connection (`KEPT_NOTICES` there)
 
 Reply = tuple[Any, ...]  # what goes back to the caller, as pieces or as encoded bytes
 NEW: Reply = ()
@@ -31,11 +32,17 @@ class AtMostOnce:
         self.replies: dict[int, Reply] = {}  # answered, but not yet known to have arrived
         self.acknowledged = 0  # every reply below has arrived
         self._forgotten = Ranges()  # answered, and acknowledged by name though an older request still runs
+        self._has_forgotten = False  # whether there are any
         self._noticed: dict[int, None] = {}  # notices taken lately, oldest first
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<AtMostOnce: {len(self.running)} running, {len(self.replies)} kept, below {self.acknowledged} done>"
+
+    def check(self) -> None:
+        """Raise ProtocolError if the caller lets replies pile up. One of ours says what it has after 256 of them."""
+        if len(self.replies) > MOST_KEPT or self._forgotten.count > MOST_KEPT:
+            raise ProtocolError(f"it has not acknowledged {len(self.replies)} replies; no more are kept for it")
 
     def take(self, request_id: int, kind: type) -> Reply | None:
         """A request came: NEW if it is to be run now, its reply if that has to be sent again, None if neither."""
@@ -45,7 +52,7 @@ class AtMostOnce:
             reply = self.replies.get(request_id)
             if reply is not None:
                 return reply
-            if request_id < self.acknowledged or request_id in self._forgotten:
+            if request_id < self.acknowledged or (self._has_forgotten and request_id in self._forgotten):
                 return None
             self.running[request_id] = (kind, time.monotonic())
             return NEW
@@ -67,9 +74,10 @@ class AtMostOnce:
         for request_id in list(self.replies):  # a copy: other threads reply meanwhile
             if request_id < limit:
                 self.replies.pop(request_id, None)
-        if self._forgotten:
+        if self._has_forgotten:
             with self._lock:
                 self._forgotten.drop_below(limit)
+                self._has_forgotten = bool(self._forgotten)
 
     def acknowledge_named(self, request_ids: Iterable[int]) -> None:
         """These replies have arrived, though an older request still runs; that they were run stays known."""
@@ -77,6 +85,7 @@ class AtMostOnce:
             for request_id in request_ids:
                 if self.replies.pop(request_id, None) is not None:
                     self._forgotten.add(request_id)
+                    self._has_forgotten = True
 
     def is_news(self, notice_id: int) -> bool:
         """A notice came: whether it has not been taken before. One without a number always is."""

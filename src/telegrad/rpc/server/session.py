@@ -12,15 +12,19 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from telegrad import trace
 from telegrad.errors import ProtocolError
+from telegrad.rpc.request import Request
+from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.at_most_once import NEW, AtMostOnce, Reply
-from telegrad.rpc.server.request import Request
+from telegrad.rpc.server.function_table import FunctionTable
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import local
+from telegrad.rpc.trust.rate import LimitedLog
+from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.messages import (
@@ -28,17 +32,10 @@ from telegrad.wire.messages import (
     AnyMessage,
     Goodbye,
     Ping,
-    PythonCall,
-    PythonRemoteCall,
-    RpcWithAutograd,
-    RpcWithProfiling,
 )
 
-if TYPE_CHECKING:
-    from telegrad.rpc.agent import Agent
-    from telegrad.rpc.workers import Member
-
 log = logging.getLogger("telegrad.rpc")
+_errors = LimitedLog(log)
 
 # Requests of one caller that are taken and not answered. Those that occupy a thread are limited by the pool; this
 # bounds the others, coroutines and functions that return futures, and what they hold.
@@ -48,27 +45,42 @@ _LOOK_SECONDS = 0.001
 _MOST_DEFERRED = 16
 
 
-class Definition:
-    """A function that came with its number and has not been looked up yet, which may take long."""
+class SessionEvents(Protocol):
+    """Whom a session tells what happens to it."""
 
-    __slots__ = ("payload",)
+    def session_active(self) -> None:
+        """A thread serves a session: somebody should see that it does not keep it for long."""
 
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
+    def session_lost(self, session: "Session") -> None:
+        """The connection of a session ended."""
+
+    def caller_said_goodbye(self, member: Member) -> None:
+        """The caller leaves on purpose."""
 
 
 class Session:
     """Requests of one incarnation of one worker, over one of its links."""
 
     def __init__(
-        self, agent: "Agent", member: "Member", main_by_value: bool, number: int = 0, ticket: bytes = b""
+        self,
+        runtime: Runtime,
+        events: SessionEvents,
+        member: Member,
+        main_by_value: bool,
+        number: int = 0,
+        ticket: bytes = b"",
     ) -> None:
-        self.agent = agent
+        self._runtime = runtime
+        self._io_threads = runtime.io_threads
+        self._events = events
+        self._layers = runtime.layers
+        self._served = runtime.layers.served
+        self.info, self.options = runtime.info, runtime.options
         self.ticket = ticket  # whoever goes on with this session over another connection must show it
         self.member = member
         self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value
-        self.functions: dict[int, Any] = {}  # numbers that stand for functions on this link
+        self.functions = FunctionTable()
         self.connection: Connection | None = None
         self._lock = threading.Lock()
         self._turn: SessionTurn | None = None
@@ -90,7 +102,7 @@ class Session:
     def under_way(self) -> list[str]:
         """What is being served, in words; those who wait at a barrier are not served but waited for."""
         name = self.member.name
-        is_work = self.agent.layers.is_work
+        is_work = self._layers.is_work
         served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if is_work(kind)]
         return served + [f"an answer to worker {name!r}"] * len(self.requests.answering)
 
@@ -105,8 +117,8 @@ class Session:
         if old is not None:
             self._detach(old)
         connection.on_blocked = self._writing_waits
-        connection.copier.ask_for_help = self.agent.helpers.ask
-        self.agent.io_threads.watch(connection.stream.fileno(), self.ready, armed=True)
+        connection.copier.ask_for_help = self._runtime.helpers.ask
+        self._io_threads.watch(connection.stream.fileno(), self.ready, armed=True)
 
     # --- serving ---
 
@@ -118,7 +130,7 @@ class Session:
                 return
             self._turn = turn
         local.turn = turn
-        self.agent.note_activity()
+        self._events.session_active()
         try:
             self._serve(turn, self.connection)
         finally:
@@ -135,10 +147,9 @@ class Session:
                 if self.paused:
                     break
                 frame = inbox.popleft()
-                self._note_definition(frame.message)
                 turn.count += 1
                 turn.running = True
-                self._take(frame)
+                self.take(frame)
                 with self._lock:
                     turn.running = False
                     if self._turn is not turn:
@@ -147,21 +158,23 @@ class Session:
                 turn.give_up()
                 return
             try:
+                self.requests.check()
                 frames = connection.receive()
+                self._note_definitions(frames)
                 if not frames and frames is not None:
                     if self._holds:
                         self._flush(connection)
                     if self._deferred:
-                        self._serve_deferred()
-                    if self._spinner.wait(connection.stream.readable, self.agent.io_threads.another_works):
+                        self.serve_deferred()
+                    if self._spinner.wait(connection.stream.readable, self._io_threads, 1):
                         continue
             except (OSError, ValueError):
                 frames = None
             except ProtocolError as error:
-                log.error("closing a connection of %s: %s", self.member.name, error)
-                frames = None
+                self._break_off(connection, error)
+                return
             if frames is None:
-                self._ended(connection)
+                self.ended(connection)
                 return
             if not frames:
                 turn.give_up()
@@ -170,22 +183,37 @@ class Session:
                 trace.recorder.arrived(self, frames)
             inbox.extend(frames)
 
-    def _note_definition(self, message: AnyMessage) -> None:
-        """The next request may name a function by the number it has here. That one may run first, in another thread,
-        and this one may be refused before it is run: so this comes before anything else, in the order of arrival."""
-        call = message.call if type(message) is RpcWithAutograd else message
-        if type(call) is RpcWithProfiling:
-            self._note_definition(call.call)
-        if (type(call) is PythonCall or type(call) is PythonRemoteCall) and call.definition and call.function:
-            self.functions.setdefault(call.function, Definition(call.definition))
+    def _note_definitions(self, frames: list[Frame] | None) -> None:
+        for frame in frames or ():
+            call: Any = frame.message
+            while (inner := getattr(call, "call", None)) is not None:  # a message that wraps a call has it within
+                call = inner
+            if getattr(call, "definition", b""):
+                self.functions.note(call)
 
-    def _serve_deferred(self) -> None:
+    def serve_deferred(self) -> None:
+        """Serve the notices that waited until no request does."""
         while True:
             try:
                 frame = self._deferred.popleft()
             except IndexError:
                 return
-            self.agent.serve(Request(self, frame))
+            self.serve(Request(self, frame))
+
+    def serve(self, request: Request) -> None:
+        """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
+        if trace.recorder is not None and trace.recorder.takes(request):
+            trace.recorder.serve(request, self.serve)
+            return
+        served = self._served.get(type(request.message))
+        try:
+            if served is None:
+                raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
+            if served.counts_as_work:
+                self._runtime.calls_served += 1
+            served.handler(request)
+        except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
+            request.fail(error)
 
     def give_up(self, turn: "SessionTurn") -> None:
         """Let another thread serve: at once if requests are waiting here, else when one comes."""
@@ -204,9 +232,9 @@ class Session:
         if self.paused:
             self._resume()
         elif self._inbox or self._deferred:
-            self.agent.io_threads.submit(self.ready)
+            self._io_threads.submit(self.ready)
         else:
-            self.agent.io_threads.arm(connection.stream.fileno())
+            self._io_threads.arm(connection.stream.fileno())
 
     def _resume(self) -> None:
         """Go on reading if there is room again."""
@@ -215,7 +243,7 @@ class Session:
             if resumes:
                 self.paused = False
         if resumes:
-            self.agent.io_threads.submit(self.ready)
+            self._io_threads.submit(self.ready)
 
     def relieve(self) -> bool:
         """The timer: if the same request has been running since the last look, let another thread serve.
@@ -230,12 +258,17 @@ class Session:
             turn.give_up()
         return True
 
+    def sleeping(self, change: int) -> None:
+        """A thread that serves this session begins (+1) or ends (-1) to wait for somebody else."""
+        self._io_threads.sleeping(change)
+
     def _writing_waits(self) -> None:
         turn = self._turn
         if turn is not None and local.turn is turn:
             turn.give_up()
 
-    def _take(self, frame: Frame) -> None:
+    def take(self, frame: Frame) -> None:
+        """Serve one frame of the caller."""
         requests = self.requests
         if frame.ack > requests.acknowledged:
             requests.acknowledge(frame.ack)
@@ -243,19 +276,19 @@ class Session:
             if type(frame.message) is Ping:
                 self._send((Kind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
-                self.agent.peers.caller_said_goodbye(self.member)
+                self._events.caller_said_goodbye(self.member)
             elif type(frame.message) is Ack:  # it has said most by its header
                 requests.acknowledge_named(_numbers(frame.payload))
             elif requests.is_news(frame.request_id):
                 # Such a notice came with the next request, which should not wait for it.
-                if self.agent.layers.is_deferrable(type(frame.message)) and len(self._deferred) < _MOST_DEFERRED:
+                if self._layers.is_deferrable(type(frame.message)) and len(self._deferred) < _MOST_DEFERRED:
                     self._deferred.append(frame)
                 else:
-                    self.agent.serve(Request(self, frame))
+                    self.serve(Request(self, frame))
             return
         reply = requests.take(frame.request_id, type(frame.message))
         if reply is NEW:
-            self.agent.serve(Request(self, frame))
+            self.serve(Request(self, frame))
         elif reply is not None:
             self._send_again(reply)
 
@@ -288,7 +321,7 @@ class Session:
         if hold:
             self._holds = True
         elif lazy:
-            self.agent.delayed_flush.within(LAZY, connection)
+            self._runtime.delayed_flush.within(LAZY, connection)
             hold = True
         try:
             return connection.send(frame[0], frame[1], 0, *frame[2:], hold=hold)
@@ -315,7 +348,14 @@ class Session:
 
     # --- the end ---
 
-    def _ended(self, connection: Connection) -> None:
+    def _break_off(self, connection: Connection, error: ProtocolError) -> None:
+        """The caller sends nonsense, or more than it may."""
+        _errors.warning("closing a connection of %s: %s", self.member.name, error)
+        self._inbox.clear()
+        self.ended(connection)
+
+    def ended(self, connection: Connection) -> None:
+        """A connection of the caller ended."""
         with self._lock:
             self._turn = None
             current = self.connection is connection
@@ -324,14 +364,14 @@ class Session:
             newer = self.connection
         self._detach(connection)
         if newer is not None:  # it came while this thread was busy with the old one, and its first event found no taker
-            self.agent.io_threads.arm(newer.stream.fileno())
+            self._io_threads.arm(newer.stream.fileno())
         if current:
-            self.agent.peers.session_lost(self)
+            self._events.session_lost(self)
 
     def _detach(self, connection: Connection) -> None:
         with self._lock:
             if not connection.closed:  # once only: the number of its descriptor may be another's by now
-                self.agent.io_threads.forget(connection.stream.fileno())
+                self._io_threads.forget(connection.stream.fileno())
                 connection.close()
 
     def tidy(self, before: float) -> None:
@@ -394,7 +434,7 @@ class SessionTurn:
 
     def sleeping(self, change: int) -> None:
         """Count this thread among those that wait."""
-        self.session.agent.io_threads.sleeping(change)
+        self.session.sleeping(change)
 
 
 def _numbers(payload: Any) -> Any:

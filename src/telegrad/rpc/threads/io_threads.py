@@ -38,7 +38,7 @@ class IoThreads:
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
-        self._sleeping = 0
+        self.working = 0  # threads that are handling something, and not waiting meanwhile
         self._closed = False
         self.handled = 0  # events and tasks, for the timer to see whether there is progress
 
@@ -94,9 +94,9 @@ class IoThreads:
     # --- threads ---
 
     def sleeping(self, change: int) -> None:
-        """A I/O thread begins (+1) or ends (-1) to wait for somebody else."""
+        """An I/O thread begins (+1) or ends (-1) to wait for somebody else."""
         with self._lock:
-            self._sleeping += change
+            self.working -= change
             short = change > 0 and self._idle == 0
         if short:
             self._hire()
@@ -118,18 +118,9 @@ class IoThreads:
         """How many threads there are, if all are taken and no more may join; else 0."""
         return len(self._threads) if self._idle == 0 and len(self._threads) >= _MOST_THREADS else 0
 
-    def works(self) -> bool:
-        """Whether some thread is handling something, and not waiting meanwhile."""
-        return len(self._threads) - self._idle - self._sleeping > 0
-
-    def another_works(self) -> bool:
-        """The same, asked by one of them."""
-        return len(self._threads) - self._idle - self._sleeping > 1
-
     def _hire(self, beyond: bool = False) -> None:
         with self._lock:
-            working = len(self._threads) - self._idle - self._sleeping
-            if self._closed or len(self._threads) >= _MOST_THREADS or (not beyond and working > self._limit):
+            if self._closed or len(self._threads) >= _MOST_THREADS or (not beyond and self.working > self._limit):
                 return
             thread = threading.Thread(target=self._work, name=f"{self._name}-io", daemon=True)
             self._threads.add(thread)
@@ -142,16 +133,18 @@ class IoThreads:
                 pass
         finally:
             with self._lock:
+                self.working -= 1
                 self._threads.discard(threading.current_thread())
 
     def _wait_and_handle(self) -> bool:
         """One event, from idle to idle. False when this thread should end."""
         try:
             events = self._epoll.poll(_IDLE_SECONDS, 1)
-        except (ValueError, OSError):  # the I/O threads was closed
+        except (ValueError, OSError):  # the I/O threads were closed
             events = []
         with self._lock:
             self._idle -= 1
+            self.working += 1
             if self._closed or (not events and self._idle >= _KEEP_IDLE):
                 return False
             alone = self._idle == 0
@@ -162,6 +155,7 @@ class IoThreads:
             self._handle(events[0][0])
         with self._lock:
             self._idle += 1
+            self.working -= 1
         return True
 
     def _handle(self, fd: int) -> None:

@@ -9,12 +9,19 @@ machine is busy. It does not look while another thread of this process has work:
 import os
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 LIMIT = 400e-6  # longer waits are slept through: the cost of waking is then a small part
 _MARGIN = 20e-6
 _PROBE_EVERY = 32
 _ANOTHER_RAN = 200e-6  # a look that takes so long has let another process run: there are more of them than cores
 _REST = 4  # waits to sleep through then
+
+
+class Working(Protocol):
+    """Threads that spinning would disturb."""
+
+    working: int  # how many have work
 
 
 class Spinner:
@@ -27,8 +34,8 @@ class Spinner:
         self._skipped = 0
         self._resting = 0
 
-    def wait(self, ready: Callable[[float], bool], disturbs: Callable[[], bool]) -> bool:
-        """True if `ready(0)` became true while looking; False at once if that `disturbs` others."""
+    def wait(self, ready: Callable[[float], bool], io_threads: Working, most: int) -> bool:
+        """True if `ready(0)` became true while looking; False at once if more than `most` I/O threads have work."""
         if ready(0):
             return True
         if self._resting:
@@ -46,7 +53,7 @@ class Spinner:
         end = start + min(LIMIT, 2 * expected + _MARGIN)
         pause = os.sched_yield
         while now < end:
-            if disturbs():
+            if io_threads.working > most:
                 return False
             pause()
             if ready(0):

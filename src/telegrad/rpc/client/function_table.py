@@ -1,0 +1,84 @@
+"""Functions by number, the caller's side: one that both workers can find by name is sent once on a link, and is a
+number afterwards. Anything else callable (a bound method, a lambda, a partial) travels with its arguments.
+
+The other side is `server/function_table.py`.
+"""
+
+import itertools
+import operator
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
+from telegrad.wire.codec import pack
+
+BY_NAME = (FunctionType, BuiltinFunctionType, type)  # what may have a number
+NOT_NUMBERED = 0
+_MAX_FUNCTIONS = 4096
+
+
+class FunctionTable:
+    """The functions that were sent on one link. Several threads use it; what two of them define at once has two
+    numbers, which does no harm."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[int, bytes]] = {}  # its number, and its definition in case it is sent again
+        self._numbers = itertools.count(NOT_NUMBERED + 1)
+
+    def define(self, func: Any, main_by_value: bool) -> tuple[int, bytes]:
+        """A number and a definition for a function; NOT_NUMBERED for one that cannot be found by name."""
+        by_name = isinstance(func, BY_NAME) and "<" not in getattr(func, "__qualname__", "<")
+        if not by_name or len(self.known) >= _MAX_FUNCTIONS:
+            return NOT_NUMBERED, b""
+        packed = pack(sendable(func), main_by_value=main_by_value)
+        if packed.tensors:
+            return NOT_NUMBERED, b""
+        return next(self._numbers), packed.payload
+
+    def sent(self, func: Any, number: int, definition: bytes) -> None:
+        """The call that defines `func` was sent: from now on its number is enough."""
+        if definition:
+            self.known.setdefault(func, (number, definition))
+
+
+class ScriptedFunction:
+    """A TorchScript function by its qualified name: it cannot be pickled, but both sides have compiled it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = torch.jit._state._python_cu.find_function(self.name)
+        if function is None:
+            raise AttributeError(
+                f"this worker has not compiled the TorchScript function {self.name!r}: import its module"
+            )
+        try:
+            return function(*args, **kwargs)
+        except torch.jit.Error as error:  # a class of its own, for which no caller outside TorchScript looks
+            raise RuntimeError(str(error)) from error
+
+
+class NamedOperator:
+    """An operator of `torch.ops`, which cannot be pickled either; it arrives as the operator of that name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find_operator, (self.name,)
+
+
+def find_operator(name: str) -> Any:
+    """The operator of this name, with its overload where that is named too."""
+    return operator.attrgetter(name)(torch.ops)
+
+
+def sendable(func: Any) -> Any:
+    """What is pickled for a function."""
+    if isinstance(func, torch.jit.ScriptFunction):
+        return ScriptedFunction(func.qualified_name)
+    if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+        return NamedOperator(str(func))
+    return func

@@ -1,0 +1,28 @@
+"""What a reply says: a message, tensors, or the exception that was raised on the other worker."""
+
+import torch
+
+from telegrad.errors import ProtocolError
+from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.remote_errors import rebuild_exception
+from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.messages import ExceptionReply
+
+
+def reply_frame(slot: Slot) -> Frame:
+    """The frame of a slot that is done; raises what went wrong."""
+    if slot.error is not None:
+        raise slot.take_error()
+    frame = slot.frame
+    assert frame is not None
+    if frame.kind == Kind.FAILURE:
+        if type(frame.message) is not ExceptionReply:
+            raise ProtocolError(f"a failure came without an exception: {frame}")
+        raise rebuild_exception(frame.message, frame.payload, frame.take_tensors())
+    return frame
+
+
+def reply_tensors(slot: Slot) -> list[torch.Tensor]:
+    """The tensors that came with a reply."""
+    frame, slot.frame = slot.frame, None
+    return [] if frame is None else frame.take_tensors()

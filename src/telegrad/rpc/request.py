@@ -1,0 +1,108 @@
+"""A request on its way through this worker: handlers read it and answer it, layers above put on it what is to be done
+around it.
+"""
+
+import logging
+from typing import Any, Protocol
+
+import torch
+
+from telegrad.rpc.devices import place
+from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.remote_errors import describe_exception
+from telegrad.rpc.workers import Member, WorkerInfo
+from telegrad.wire.codec import Packed
+from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.messages import AnyMessage
+from telegrad.wire.returning import mark_spare, storages_of
+from telegrad.wire.small import describe_small
+from telegrad.wire.tensors import describe
+
+log = logging.getLogger("telegrad.rpc")
+# Of functions called from elsewhere; their callers are told anyway.
+failures = logging.getLogger("telegrad.rpc.failures")
+
+_NOTHING = Packed(b"", [])
+
+
+class AnswersTo(Protocol):
+    """The session that a request came in, as far as the request needs it."""
+
+    member: Member  # who asks
+    main_by_value: bool  # whether functions of `__main__` must be sent whole to it
+    info: WorkerInfo  # of this worker
+    options: RpcBackendOptions
+    functions: Any  # numbers that stand for functions in this session
+
+    def serve(self, request: "Request") -> None:
+        """Give a request to the handler of its message."""
+
+    def reply(self, kind: Kind, request_id: int, *content: Any, lazy: bool = False) -> None:
+        """Send the reply of a request."""
+
+
+class Request:
+    """One request being served. Handlers read it, and reply once, from any thread, now or later."""
+
+    __slots__ = ("_came", "frame", "message", "on_reply", "on_tensors", "scope", "session")
+
+    def __init__(self, session: AnswersTo, frame: Frame) -> None:
+        self.session = session
+        self.frame = frame
+        self.message: AnyMessage = frame.message
+        self._came: frozenset[int] = frozenset()  # the storages of large tensors that came with it
+        # Set by layers above that wrap calls: what to do with the tensors that came, and with the reply going out.
+        self.on_tensors: Any = None
+        self.on_reply: Any = None
+        # Makes the context in which a user's function runs.
+        self.scope: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Request {self.frame.request_id} of {self.session.member.name!r}: {type(self.message).__name__}>"
+
+    @property
+    def caller(self) -> Member:
+        """Who asked."""
+        return self.session.member
+
+    def take_tensors(self) -> list[torch.Tensor]:
+        """The tensors that came with it. Nothing else holds them then."""
+        frame = self.frame
+        if not frame.is_large:
+            return frame.take_tensors()
+        tensors = frame.take_tensors()
+        self._came = storages_of(tensors)
+        return tensors
+
+    def reply(self, message: AnyMessage, packed: Packed = _NOTHING, *, lazy: bool = False) -> None:
+        """Answer; lazily if nobody waits for the answer."""
+        frame, session = self.frame, self.session
+        if frame.kind == Kind.NOTICE:
+            return
+        specs: Any = ()
+        memory: Any = ()
+        try:
+            if packed.tensors:
+                specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
+                if type(memory) is not bytes:
+                    specs = place(session.options, session.info.name, session.member, specs)
+            # Once nothing can be refused any more: what a layer notes about a reply must be about one that leaves.
+            if self.on_reply is not None:
+                message = self.on_reply(message, packed.tensors)
+            if self._came and specs and type(memory) is not bytes:
+                memory = mark_spare(packed.tensors, memory, self._came)
+        except Exception as error:
+            packed.unsent()
+            self.fail(error)
+            return
+        session.reply(Kind.REPLY, frame.request_id, message, packed.payload, specs, memory, lazy=lazy)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error."""
+        session, info = self.session, self.session.info
+        if failures.isEnabledFor(logging.INFO):
+            failures.info("On %s, for %s:", info, session.member.info, exc_info=error)
+        if self.frame.kind == Kind.NOTICE:
+            log.warning("a %s of %s failed: %s", type(self.message).__name__, session.member.name, error)
+            return
+        session.reply(Kind.FAILURE, self.frame.request_id, *describe_exception(error, info))

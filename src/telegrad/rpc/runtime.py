@@ -1,0 +1,46 @@
+"""What all links and sessions of one worker share: its threads, its timer, its options, the layers on it.
+
+A link or a session knows this and the events it has to tell of, and nothing of the agent above it.
+"""
+
+from telegrad.rpc.layer import Layers
+from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.threads.delayed_flush import DelayedFlush
+from telegrad.rpc.threads.io_threads import IoThreads
+from telegrad.rpc.threads.timer import Timer
+from telegrad.rpc.workers import WorkerInfo
+from telegrad.transport.copying import Helpers
+
+
+class Runtime:
+    """The machinery of one agent. It is started before anything is sent, and closed last."""
+
+    def __init__(self, info: WorkerInfo, options: RpcBackendOptions) -> None:
+        name = f"telegrad-{info.name}"
+        self.info = info
+        self.options = options
+        self.layers = Layers()
+        self.io_threads = IoThreads(name, options.num_worker_threads)
+        self.helpers = Helpers(name)  # copy parts of large tensors
+        self.timer = Timer(name)
+        self.delayed_flush = DelayedFlush(self.timer)
+        self.calls_made = 0
+        self.calls_served = 0
+        self.closing = False  # nothing new is asked or served, and whoever is lost is not looked for
+
+    @property
+    def patience(self) -> float:
+        """Seconds that another worker may be silent before it counts as dead, unless it is known to be busy."""
+        heartbeat = self.options.heartbeat
+        return 3 * max(heartbeat, 0.1) if heartbeat else self.options.connect_timeout
+
+    def start(self) -> None:
+        """Start the first threads."""
+        self.io_threads.start()
+        self.timer.start()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.timer.close()
+        self.io_threads.close()
+        self.helpers.close()

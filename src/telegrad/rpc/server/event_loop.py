@@ -1,0 +1,52 @@
+"""An asyncio loop in a thread of its own, for the coroutines that users' functions return."""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+Result = Callable[[Any], None]
+Failure = Callable[[BaseException], None]
+
+
+class EventLoop:
+    """One loop and its thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps no strong reference; its thread alone touches it
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    def run(
+        self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context, done: Result, failed: Failure
+    ) -> None:
+        """Await a coroutine in a context of its own and pass on what comes of it."""
+
+        async def await_and_pass_on() -> None:
+            try:
+                done(await coroutine)
+            except BaseException as error:
+                failed(error)
+
+        def start() -> None:
+            task = self._loop.create_task(await_and_pass_on(), context=context)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(start)
+
+    def close(self) -> None:
+        """Cancel what still runs and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)

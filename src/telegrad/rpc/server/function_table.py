@@ -1,0 +1,42 @@
+"""Functions by number, the server's side: a definition is noted as it comes and looked up when it is first called.
+
+The other side is `client/function_table.py`.
+"""
+
+from typing import Any
+
+from telegrad.errors import ProtocolError
+from telegrad.wire.codec import unpack
+
+MOST_FUNCTIONS = 8192  # of one caller; ours ends at half as many
+MOST_BYTES = 128 * 2**20
+
+
+class FunctionTable:
+    """The functions that one caller has given numbers. Several threads use it."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Any] = {}
+        self._defined: dict[int, bytes] = {}  # as they came; to look one up may take long
+        self._bytes = 0  # of all definitions
+
+    def note(self, call: Any) -> None:
+        """Keep the definition that a call carries. ProtocolError beyond what one caller may define.
+
+        The next request may name the function by its number. That one may run first, in another thread, and this one
+        may be refused before it is run: so this comes before anything else, in the order of arrival."""
+        if call.function and call.function not in self._defined:
+            self._bytes += len(call.definition)
+            if len(self._defined) >= MOST_FUNCTIONS or self._bytes > MOST_BYTES:
+                raise ProtocolError(f"it defines more than {MOST_FUNCTIONS} functions, or more than {MOST_BYTES} bytes")
+            self._defined[call.function] = call.definition
+
+    def resolve(self, number: int) -> Any:
+        """The function that a number stands for."""
+        function = self.found.get(number)
+        if function is None:
+            definition = self._defined.get(number)
+            if definition is None:
+                raise ProtocolError(f"call of function number {number}, which was never defined on this link")
+            function = self.found[number] = unpack(definition, [])
+        return function

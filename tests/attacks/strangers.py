@@ -1,0 +1,121 @@
+"""What the attackers of these tests do: run as another user, authenticate by hand, say anything over a connection."""
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from telegrad.rpc.agent import Agent
+from telegrad.transport.addresses import Address, connect
+from telegrad.transport.handshake import DiallerHandshake, Hello
+from telegrad.transport.stream import make_lane_pair, pass_lane, receive_exactly
+from telegrad.wire.frames import HEADER, Kind, encode_prefix
+
+NOBODY = 65534
+
+
+def as_nobody(function: Callable[[], Any]) -> Any:
+    """What `function` returns in a process of another user; raises RuntimeError with its traceback if it fails."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            said: tuple[bool, Any] = (True, function())
+        except BaseException:
+            said = (False, traceback.format_exc())
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(pickle.dumps(said))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        raw = pipe.read()
+    os.waitpid(pid, 0)
+    worked, value = pickle.loads(raw)
+    if not worked:
+        raise RuntimeError(value)
+    return value
+
+
+def address_of(agent: Agent, kind: str) -> Address:
+    """Where an agent listens."""
+    return next(a for a in agent.member.addresses if a.kind == kind)
+
+
+class Member:
+    """An authenticated connection of one who knows the secret and lies."""
+
+    def __init__(self, sock: socket.socket, lane: socket.socket | None) -> None:
+        self.sock = sock
+        self.lane = lane
+        self._number = 0
+
+    def send(self, message: Any, kind: int = Kind.REQUEST, payload: bytes = b"", **more: Any) -> int:
+        """Send one message; the number of the request."""
+        self._number += 1
+        segments = more.pop("segments", ())
+        tensors = more.pop("tensors", ())
+        raw = encode_prefix(kind, self._number, more.pop("ack", 0), message, tensors, segments, len(payload), **more)
+        self.sock.sendall(raw + payload)
+        return self._number
+
+    def read(self) -> tuple[int, int]:
+        """Kind and number of the next frame; its content is thrown away."""
+        header = HEADER.unpack(receive_exactly(self.sock, HEADER.size))
+        receive_exactly(self.sock, header[3] + header[4] + header[5])
+        return header[2], header[6]
+
+
+@contextlib.contextmanager
+def lying_member(
+    agent: Agent,
+    *,
+    secret: bytes | None = None,
+    kind: str = "unix",
+    hello: Hello | None = None,
+    shared_memory: bool = False,
+) -> Iterator[Member]:
+    """A connection that proved that it knows the secret."""
+    sock = connect(address_of(agent, kind), 5.0)
+    ours = None
+    try:
+        handshake = DiallerHandshake(agent.connector.secret if secret is None else secret)
+        sock.sendall(handshake.opening)
+        made = hello or Hello(
+            5, "liar", random.getrandbits(40), agent.member.incarnation, 1, shared_memory, "main", ticket=bytes(16)
+        )
+        sock.sendall(handshake.answer(receive_exactly(sock, handshake.opening_answer_bytes), made))
+        if made.shared_memory:
+            ours, theirs = make_lane_pair()
+            with theirs:
+                pass_lane(sock, theirs)
+        code, length = handshake.verdict_length(receive_exactly(sock, handshake.verdict_header_bytes))
+        handshake.verdict(code, receive_exactly(sock, length))
+        yield Member(sock, ours)
+    finally:
+        sock.close()
+        if ours is not None:
+            ours.close()
+
+
+def memory_mb() -> float:
+    """Resident memory of this process."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def open_files() -> int:
+    """Descriptors that this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def as_json(value: Any) -> str:
+    """For reports that cross a process."""
+    return json.dumps(value, default=repr)

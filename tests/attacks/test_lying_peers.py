@@ -1,0 +1,283 @@
+"""A peer that knows the secret and lies: nothing wedges, grows without bound, leaks or crashes."""
+
+import array
+import contextlib
+import fcntl
+import logging
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from telegrad import rpc
+from telegrad.errors import ProtocolError
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.current import require_agent
+from telegrad.rpc.server import at_most_once, definitions
+from telegrad.transport.addresses import connect
+from telegrad.transport.blocks import Borrower, Lender
+from telegrad.transport.handshake import DiallerHandshake
+from telegrad.wire.codec import EMPTY_CALL, pack
+from telegrad.wire.frames import Kind, SegmentSpec
+from telegrad.wire.messages import Ack, Barrier, PythonCall, RRefBackward, RRefFetch
+from telegrad.wire.specs import TensorSpec
+from tests.attacks.strangers import address_of, lying_member, memory_mb, open_files
+from tests.cluster import process
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meeting", rpc_timeout=3.0)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        yield require_agent()
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+def still_works() -> None:
+    assert rpc.rpc_sync("alone", os.getpid, timeout=5) == os.getpid()
+
+
+def test_backward_from_references_that_do_not_exist(agent: Agent) -> None:
+    """(4) 1,100 of them left 1,027 threads waiting for ever, and the worker wedged."""
+    before = threading.active_count()
+    with lying_member(agent) as liar:
+        for number in range(1100):
+            liar.send(RRefBackward(10_000 + number, 1, False))  # type: ignore[arg-type]
+        still_works()
+        assert threading.active_count() < before + 20
+        answers = [liar.read() for _ in range(1100)]  # all within the timeout of calls
+    assert {kind for kind, _ in answers} == {Kind.FAILURE}
+    still_works()
+
+
+def test_fetches_of_references_that_do_not_exist_are_bounded(agent: Agent) -> None:
+    with lying_member(agent) as liar:
+        for number in range(1500):
+            liar.send(RRefFetch(10_000 + number, 0.0))  # type: ignore[arg-type]
+        assert all(liar.read()[0] == Kind.FAILURE for _ in range(1500 - 1024))
+    still_works()
+
+
+def _shrink_after_announcing() -> str:
+    """What the peer does to its block after it was taken; dies of SIGBUS if that reaches the receiver."""
+    lender, borrower = Lender(), Borrower()
+    block = lender.take(1 << 20)
+    fd = os.dup(block.fd)
+    borrower.map(block.number, os.dup(fd), block.size)
+    alias = borrower.borrow(block.number)
+    try:
+        os.ftruncate(fd, 0)
+    except PermissionError:
+        pass
+    return str(memoryview(alias).cast("B")[-1])
+
+
+def test_a_shared_block_cannot_be_made_smaller() -> None:
+    """(5) The worker died of SIGBUS."""
+    shrinker = process(_shrink_after_announcing)
+    shrinker.join(20)
+    assert shrinker.exitcode == 0
+
+
+def test_a_block_that_could_be_made_smaller_is_refused(agent: Agent) -> None:
+    """(5) from the other side: the liar's own memory is not sealed."""
+    with lying_member(agent, shared_memory=True) as liar:
+        assert liar.lane is not None
+        fd = os.memfd_create("liar")
+        os.ftruncate(fd, 1 << 20)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+        liar.lane.sendmsg([(1).to_bytes(8, "little") + (1 << 20).to_bytes(8, "little")], [rights])
+        spec = TensorSpec(0, 0, (1 << 18,), (), 0, 0, 0)
+        number = liar.send(
+            PythonCall(0, b"", 1.0), payload=b"\x02", tensors=(spec,), segments=(SegmentSpec(1 << 20, 1, 0),)
+        )
+        assert number == 1
+        os.ftruncate(fd, 0)
+        with pytest.raises(ConnectionError):  # that connection was closed
+            liar.read()
+        os.close(fd)
+    still_works()
+
+
+def test_sealed_blocks_cannot_be_unsealed() -> None:
+    block = Lender().take(100)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(block.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+@pytest.mark.parametrize("key", ["", "shutdown", "shutdown/x", "/", "a/" + "9" * 400, "a/-1", "a/1e5", "a/٣"])
+def test_a_barrier_with_a_malformed_key(agent: Agent, key: str) -> None:
+    """(7) It stayed in the book, and `shutdown` broke with a KeyError."""
+    with lying_member(agent) as liar:
+        liar.send(Barrier(key, "liar", 0))
+        liar.send(Barrier(key, "", 0))
+        assert {liar.read()[0], liar.read()[0]} == {Kind.FAILURE}
+    still_works()
+
+
+def test_nobody_reaches_a_barrier_for_another(agent: Agent) -> None:
+    with lying_member(agent) as liar:
+        liar.send(Barrier("shutdown/0", "alone", 0))
+        assert liar.read()[0] == Kind.FAILURE
+
+
+def test_shutdown_after_a_malformed_barrier(tmp_path: Path) -> None:
+    options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meeting")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    with lying_member(require_agent()) as liar:
+        liar.send(Barrier("nonsense", "liar", 0))
+        liar.read()
+    rpc.shutdown(timeout=20)
+
+
+@pytest.mark.slow
+def test_replies_that_are_never_acknowledged(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    """(9) 42 MB in 20,000 replies, and no end."""
+    definition = pack(os.getpid).payload
+    sent = 0
+    with lying_member(agent) as liar, contextlib.suppress(ConnectionError, TimeoutError):
+        while sent < at_most_once.MOST_KEPT + 10_000:
+            for _ in range(500):
+                liar.send(PythonCall(1, b"" if sent else definition, 1.0), payload=EMPTY_CALL.payload)
+                sent += 1
+            for _ in range(500):
+                liar.read()
+    assert sent <= at_most_once.MOST_KEPT + 2000
+    wait_until(lambda: "not acknowledged" in caplog.text)
+    still_works()
+
+
+@pytest.mark.slow
+def test_functions_that_are_defined_and_never_called(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    """(9) 290 MB in 300 definitions, and no end."""
+    before = memory_mb()
+    large = bytes(1 << 20)
+    with lying_member(agent) as liar, contextlib.suppress(ConnectionError):
+        for number in range(1, 1000):
+            liar.send(PythonCall(number, large, 1.0), payload=b"\xff")
+    assert memory_mb() - before < 2 * definitions.MOST_BYTES / 2**20 + 100
+    wait_until(lambda: "defines more than" in caplog.text)
+    still_works()
+
+
+def test_no_descriptor_is_lost_to_malformed_announcements(agent: Agent) -> None:
+    """(9) One was lost for each."""
+    still_works()
+    before = open_files()
+    for announcement in (b"short", bytes(16), bytes(40)):
+        for _ in range(5):
+            with lying_member(agent, shared_memory=True) as liar:
+                assert liar.lane is not None
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))
+                liar.lane.sendmsg([announcement], [rights])
+                spec = TensorSpec(0, 0, (16384,), (), 0, 0, 0)
+                liar.send(Ack(), tensors=(spec,), segments=(SegmentSpec(65536, 1, 0),))
+                with pytest.raises(ConnectionError):
+                    liar.read()
+    wait_until(lambda: open_files() <= before)
+
+
+def test_no_descriptor_is_lost_to_a_lane_that_is_none(agent: Agent) -> None:
+    from telegrad.transport.handshake import Hello
+    from telegrad.transport.stream import receive_exactly
+
+    still_works()
+    before = open_files()
+    for number in range(10):
+        with connect(address_of(agent, "unix"), 5.0) as sock, open(os.devnull) as file:
+            handshake = DiallerHandshake(agent.connector.secret)
+            sock.sendall(handshake.opening)
+            hello = Hello(5, "liar", 1000 + number, agent.member.incarnation, 1, True, "main")
+            sock.sendall(handshake.answer(receive_exactly(sock, handshake.opening_answer_bytes), hello))
+            sock.sendmsg([b"L"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()]))])
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(4096):
+                    pass
+    wait_until(lambda: open_files() <= before)
+    still_works()
+
+
+def test_too_many_blocks() -> None:
+    borrower = Borrower()
+    for number in (1, 1):
+        fd = os.memfd_create("liar", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, 4096)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        if borrower.mapped:
+            with pytest.raises(ProtocolError, match="twice"):
+                borrower.map(number, fd, 4096)
+        else:
+            borrower.map(number, fd, 4096)
+
+
+# --- floods (10) ---
+
+
+def _flood(address: bytes, seconds: float, speaks: bool) -> None:
+    where = pickle.loads(address)
+    opening = DiallerHandshake(b"no idea").opening
+    held = []
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            sock = connect(where, 0.2)
+            if speaks:
+                sock.sendall(opening)
+            held.append(sock)
+        if len(held) > 200:
+            held.pop(0).close()
+    for sock in held:
+        sock.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_flood_of_strangers(agent: Agent, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """(10) p99 of calls rose from 0.5 to 96 ms, half of the handshakes of ours failed, 34,000 lines were logged."""
+    seconds = 4.0
+    caplog.set_level(logging.WARNING, "telegrad")
+    quiet = _latencies(0.5)
+    flood = process(_flood, pickle.dumps(address_of(agent, kind)), seconds, True)
+    try:
+        time.sleep(0.5)
+        times = _latencies(seconds - 1.5)
+        begun = time.monotonic()
+        for number in range(5):
+            with lying_member(agent, kind=kind, hello=_honest(agent, number)) as ours:
+                ours.send(PythonCall(0, b"", 1.0))
+                ours.read()
+        assert time.monotonic() - begun < 15
+    finally:
+        flood.join(30)
+        flood.kill()
+    added = _p99(times) - _p99(quiet)
+    print(f"p99 {_p99(quiet) * 1000:.2f} ms alone, {_p99(times) * 1000:.2f} ms in a flood over {kind}")
+    assert added < 0.050  # the bound of 5 ms holds where cores are free: `benchmarks` measures it
+    assert len(caplog.records) < 60
+
+
+def _honest(agent: Agent, number: int) -> object:
+    from telegrad.transport.handshake import Hello
+
+    return Hello(5, "late", 5000 + number, agent.member.incarnation, 1, False, "main", ticket=bytes(16))
+
+
+def _latencies(seconds: float) -> list[float]:
+    until, times = time.monotonic() + seconds, []
+    while time.monotonic() < until:
+        begun = time.monotonic()
+        rpc.rpc_sync("alone", os.getpid)
+        times.append(time.monotonic() - begun)
+    return sorted(times)
+
+
+def _p99(times: list[float]) -> float:
+    return times[int(len(times) * 0.99)]

@@ -1,0 +1,294 @@
+"""Strangers on the host: other users, and whoever can read or write where the workers meet."""
+
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+
+from telegrad import rpc
+from telegrad.errors import AuthenticationError, RendezvousError
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.current import require_agent
+from telegrad.rpc.trust import secret as secrets
+from telegrad.rpc.trust.files import make_private
+from telegrad.rpc.trust.seal import UNSEALED
+from telegrad.rpc.workers import Member
+from telegrad.transport.addresses import Address, Listeners
+from tests.attacks.strangers import NOBODY, address_of, as_nobody, lying_member
+from tests.cluster import cluster, process
+from tests.waiting import wait_until
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/meeting"
+
+
+@pytest.fixture
+def agent(meeting: str) -> Iterator[Agent]:
+    """A worker with default options."""
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting))
+    try:
+        yield require_agent()
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+def still_works() -> None:
+    assert rpc.rpc_sync("alone", os.getpid) == os.getpid()
+
+
+# --- another user of the host (1) ---
+
+
+@needs_root
+def test_another_user_cannot_speak_to_a_worker(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    name = "\0" + address_of(agent, "unix").where[1:]
+
+    def knock() -> bytes:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(5)
+            sock.connect(name)
+            return sock.recv(1)
+
+    assert as_nobody(knock) == b""
+    wait_until(lambda: f"another user (uid {NOBODY}" in caplog.text)
+    still_works()
+
+
+@needs_root
+def test_another_user_cannot_read_where_the_workers_meet(agent: Agent, meeting: str) -> None:
+    path = meeting.removeprefix("file://")
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    os.chmod(os.path.dirname(path), 0o755)
+
+    def read() -> bytes:
+        return Path(path).read_bytes()
+
+    with pytest.raises(RuntimeError, match="PermissionError"):
+        as_nobody(read)
+
+
+def test_what_stands_in_the_store_is_no_secret(agent: Agent, meeting: str) -> None:
+    """Before, each worker's secret stood there for all to read."""
+    raw = Path(meeting.removeprefix("file://")).read_bytes()
+    assert agent.connector.secret not in raw
+    assert agent.member.secret == b""
+
+
+@needs_root
+def test_another_users_port_is_not_joined() -> None:
+    """A stranger who holds MASTER_PORT first was joined, and told both secrets."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    ready, done = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        os.write(ready[1], b"!")
+        os.read(done[0], 1)
+        del store
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rendezvous_timeout=10)
+        with pytest.raises(RendezvousError, match=rf"port {port} is held by a process of another user.*{NOBODY}"):
+            rpc.init_rpc("victim", rank=0, world_size=1, rpc_backend_options=options)
+    finally:
+        os.write(done[1], b"!")
+        os.waitpid(pid, 0)
+        for fd in (*ready, *done):
+            os.close(fd)
+
+
+def test_a_store_of_another_job_is_not_joined(tmp_path: Path) -> None:
+    path = str(tmp_path / "meeting")
+    PrefixStore("telegrad", FileStore(path, -1)).set("mark", "made by a stranger")
+    options = rpc.RpcBackendOptions(init_method=f"file://{path}", rendezvous_timeout=5)
+    with pytest.raises(RendezvousError, match="another secret"):
+        rpc.init_rpc("victim", rank=0, world_size=1, rpc_backend_options=options)
+
+
+# --- where the user's secret lies ---
+
+
+def test_the_users_secret_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    first = secrets.user_secret()
+    assert secrets.user_secret() == first and len(first) == 64
+    assert stat.S_IMODE((tmp_path / "telegrad/secret").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "telegrad").stat().st_mode) == 0o700
+
+
+def test_a_secret_that_others_can_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    secrets.user_secret()
+    (tmp_path / "telegrad/secret").chmod(0o644)
+    with pytest.raises(AuthenticationError, match="chmod"):
+        secrets.user_secret()
+
+
+@needs_root
+def test_a_folder_that_a_stranger_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / f"telegrad-{os.getuid()}"
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
+    monkeypatch.setattr(secrets.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("HOME", "/nonexistent")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    with pytest.raises(AuthenticationError, match="another user"):
+        secrets.user_secret()
+
+
+@needs_root
+def test_a_meeting_file_that_a_stranger_made_first(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    path.touch()
+    os.chown(path, NOBODY, NOBODY)
+    with pytest.raises(RendezvousError, match="another user"):
+        make_private(str(path))
+
+
+def test_without_a_home_a_private_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("HOME", "/nonexistent")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert secrets.user_secret() == secrets.user_secret()
+    assert (tmp_path / f"telegrad-{os.getuid()}" / "secret").exists()
+
+
+# --- whoever can write to the store (2) ---
+
+
+def test_a_forged_restart_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    """A record "worker1 was started again, at the stranger's address" made worker0 dial it and unpickle its reply."""
+    with cluster(2) as made:
+        agent = require_agent()
+        true = agent.directory.by_name("worker1")
+        assert true is not None
+        log = PrefixStore("telegrad/static", FileStore(made.meeting.removeprefix("file://"), -1))
+        stranger = Listeners(("tcp",), "127.0.0.1")
+        try:
+            forged = msgspec.structs.replace(
+                true, incarnation=true.incarnation | (3 << 50), addresses=tuple(stranger.addresses), secret=b"known"
+            )
+            index = int(log.add("records", 1)) - 1
+            log.set(f"record/{index}", UNSEALED.seal(msgspec.msgpack.encode(forged)))
+            agent.peers.look_for_news()
+            assert agent.directory.by_name("worker1") == true
+            assert "not written by a worker of this job" in caplog.text
+            assert rpc.rpc_sync("worker1", os.getpid) == made.processes[0].pid
+            for sock in stranger.sockets:
+                with pytest.raises(BlockingIOError):
+                    sock.accept()
+        finally:
+            stranger.close()
+
+
+def test_the_store_listens_where_it_was_told() -> None:
+    """It listened on all interfaces, and so did its beacon."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    before = _listening()
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", transports=("unix",))
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        opened = _listening() - before
+        assert len([1 for _, at in opened if at == port]) == 1
+        assert {host for host, _ in opened} == {"127.0.0.1"}
+    finally:
+        rpc.shutdown()
+
+
+def _listening() -> set[tuple[str, int]]:
+    """Addresses that this process listens at."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = set()
+    for table, size in (("/proc/net/tcp", 4), ("/proc/net/tcp6", 16)):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                host = socket.inet_ntoa(struct.pack("<I", int(address, 16))) if size == 4 else "any IPv6"
+                found.add((host, int(port, 16)))
+    return found
+
+
+# --- claimed identities (8) ---
+
+
+def _resume_elsewhere(address: Address, secret: bytes, hello: bytes) -> str:
+    from telegrad.transport.addresses import connect
+    from telegrad.transport.handshake import DiallerHandshake, Hello
+    from telegrad.transport.stream import receive_exactly
+
+    sock = connect(address, 5.0)
+    handshake = DiallerHandshake(secret)
+    sock.sendall(handshake.opening)
+    said = msgspec.msgpack.decode(hello, type=Hello)
+    sock.sendall(handshake.answer(receive_exactly(sock, handshake.opening_answer_bytes), said))
+    code, length = handshake.verdict_length(receive_exactly(sock, handshake.verdict_header_bytes))
+    try:
+        return str(handshake.verdict(code, receive_exactly(sock, length)))
+    except AuthenticationError as error:
+        return f"refused: {error}"
+
+
+def _try_to_resume(kind: str, known: Member, ticket: bytes, report: str) -> None:
+    """On worker1, which knows the secret: pose as worker0's link to worker2."""
+    from telegrad.transport.handshake import Hello
+
+    agent = require_agent()
+    target = agent.find("worker2")
+    hello = Hello(known.worker_id, known.name, known.incarnation, target.incarnation, 1, False, "main", ticket=ticket)
+    address = next(a for a in target.addresses if a.kind == kind)
+    said = _resume_elsewhere(address, agent.connector.secret, msgspec.msgpack.encode(hello))
+    Path(report).write_text(said)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_session_is_not_resumed_by_another(kind: str, tmp_path: Path) -> None:
+    with cluster(3, transports=(kind,)):
+        agent = require_agent()
+        assert rpc.rpc_sync("worker2", os.getpid) != os.getpid()
+        number = agent.link(agent.find("worker2")).number
+        report = tmp_path / "report"
+        for link in range(1, number + 1):
+            rpc.rpc_sync("worker1", _try_to_resume, (kind, agent.member, bytes(16), str(report)))
+            assert link
+        said = report.read_text()
+        assert "refused" in said, said
+        assert ("which is process" in said) if kind == "unix" else ("is another's" in said or "link" in said)
+
+
+def test_a_claimed_process_is_checked(agent: Agent) -> None:
+    """Somebody of this very user who knows the secret, and says it is a worker that another process is."""
+    other = process(os.getpid)
+    other.join()
+    known = Member("other", agent.member.worker_id.__class__(3), agent.member.incarnation.__class__(99), (), 1)
+    agent.peers.learn([msgspec.structs.replace(known, host=agent.member.host)])
+    from telegrad.transport.handshake import Hello, Refused
+
+    hello = Hello(3, "other", 99, agent.member.incarnation, 1, False, "main")
+    with pytest.raises(Refused, match="which is process 1"), lying_member(agent, hello=hello):
+        pass
+    still_works()

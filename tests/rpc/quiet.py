@@ -1,0 +1,102 @@
+"""A runtime in which nothing happens by itself: no thread, no timer. Tests do what the threads would, in any order."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+from telegrad.ids import WorkerId
+from telegrad.rpc.client.link import Dialled, Link, Unanswered
+from telegrad.rpc.layer import Layers, Served
+from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.request import Request
+from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.server.session import Session
+from telegrad.rpc.workers import Member, WorkerInfo
+
+
+class QuietIoThreads:
+    """Notes what it should run."""
+
+    working = 9  # others have work, so nobody spins
+
+    def __init__(self) -> None:
+        self.tasks: deque[Callable[[], None]] = deque()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self.tasks.append(task)
+
+    def watch(self, fd: int, handler: Callable[[], None], *, armed: bool) -> None: ...
+
+    def arm(self, fd: int) -> None: ...
+
+    def disarm(self, fd: int) -> None: ...
+
+    def forget(self, fd: int) -> None: ...
+
+    def sleeping(self, change: int) -> None: ...
+
+
+class QuietTimer:
+    """Its time never comes."""
+
+    def at(self, when: float, task: Callable[[], None]) -> None: ...
+
+
+class FlushAtOnce:
+    """What is held back is written when the test says so."""
+
+    def within(self, seconds: float, connection: Any) -> None:
+        connection.flush()
+
+
+class QuietHelpers:
+    """Nobody helps to copy."""
+
+    ask = None
+
+
+class QuietRuntime:
+    """All that a link or a session asks of its runtime."""
+
+    def __init__(self) -> None:
+        self.info = WorkerInfo("quiet", WorkerId(0))
+        self.options = RpcBackendOptions()
+        self.layers = Layers()
+        self.io_threads = QuietIoThreads()
+        self.timer = QuietTimer()
+        self.delayed_flush = FlushAtOnce()
+        self.helpers = QuietHelpers()
+        self.calls_made = self.calls_served = 0
+        self.closing = False
+        self.patience = 60.0
+
+
+def quiet_runtime() -> tuple[Runtime, QuietRuntime]:
+    """The same object twice: as links and sessions see it, and as tests do."""
+    made = QuietRuntime()
+    return cast(Runtime, made), made
+
+
+class Events:
+    """What links and sessions tell, which nobody minds; tests override what they do."""
+
+    def dial(self, link: Link, deadline: float) -> Dialled | Unanswered:
+        raise NotImplementedError
+
+    def link_lost(self, link: Link) -> None: ...
+
+    def lost(self, member: Member, why: str) -> None: ...
+
+    def said_goodbye(self, member: Member) -> None: ...
+
+    def session_active(self) -> None: ...
+
+    def session_lost(self, session: Session) -> None: ...
+
+    def caller_said_goodbye(self, member: Member) -> None: ...
+
+
+def serve_with(runtime: QuietRuntime, serve: Callable[[Request], None], *kinds: type, deferrable: bool = False) -> None:
+    """Have `serve` handle these messages."""
+    for kind in kinds:
+        runtime.layers.served[kind] = Served(serve, deferrable=deferrable)
