@@ -41,7 +41,7 @@ class Half(nn.Module):
 def compute(work: torch.Tensor, multiplications: int) -> None:
     """Keep a core busy."""
     for _ in range(multiplications):
-        work @ work  # noqa: B018 - for the time it takes
+        work @ work
 
 
 def multiplications_for(seconds: float) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from telegrad import rpc
+from telegrad import durable, rpc
 from tests.cluster import end, process
 
 NAMES = ("driver", "w1", "w2", "w3")
@@ -45,6 +45,8 @@ def live(folder: Path, name: str, drive: Callable[..., Any], settings: dict[str,
         result = drive(**settings)
         torch.save(result, folder / "result.tmp")
         (folder / "result.tmp").rename(folder / "result.pt")
+    else:
+        durable.serve()
     rpc.shutdown()
 
 

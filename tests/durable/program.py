@@ -95,13 +95,15 @@ def train(steps: int, copies: int = 2, every: int = 3, pause: float = 0.0, **giv
             time.sleep(pause)  # so that there is time to die in
         mark(f"{number} {len(run.returns)}")
     states = [{k: v for k, v in block.state_dict().items() if not k.endswith("_extra_state")} for block in blocks]
-    return {
+    result = {
         "losses": losses,
         "weights": states,
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
         "random": torch.rand(3),
     }
+    run.close()
+    return result
 
 
 def _load_losses(losses: dict[int, float], state: dict[int, float]) -> None:
