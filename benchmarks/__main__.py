@@ -11,16 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import apis, cases, cluster, footprint, harness, limits, plot, report
+from benchmarks import apis, cases, cluster, cuda, footprint, harness, limits, plot, report
 
 PLOT = Path("docs/benchmarks.png")
 REGIONS = "regions"
-REGIONS_DEADLINE = 300.0
+CUDA = "cuda"
+BYTECODES = "bytecodes"
+ALONE_DEADLINE = 300.0
 FOOTPRINTS = {case.key: case for case in (footprint.IMPORT, footprint.IDLE_MEMORY)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
+    if options.cases == [CUDA]:
+        cuda.main(options.impl)
+        return 0
     # Ended politely, this process would leave without ending its workers in order: make it an ordinary interrupt.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cluster.preload()
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    known = [*cases.BY_KEY, *FOOTPRINTS, REGIONS]
+    known = [*cases.BY_KEY, *FOOTPRINTS, REGIONS, BYTECODES, CUDA]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, epilog=f"cases: {', '.join(known)}"
     )
@@ -97,21 +102,29 @@ def _measure(options: argparse.Namespace, base: dict[str, Any] | None) -> dict[s
     rows = [report.row(record, options.impl, earlier.get(record["case"]), bool(base)) for record in records]
     print("\n" + report.table([report.head(options.impl, bool(base)), *rows]) + "\n")
     print(report.table(report.cpu_rows(records, options.impl)) + "\n")
-    regions = _regions() if chosen & {REGIONS, "also"} else None
-    return {"machine": machine, "limits": vars(floor), "cases": records, "regions": regions, "quick": options.quick}
+    regions = _run_alone("benchmarks.regions", "many regions") if chosen & {REGIONS, "also"} else None
+    counted = _run_alone("benchmarks.bytecodes", "work in Python") if chosen & {BYTECODES, "core"} else None
+    return {
+        "machine": machine,
+        "limits": vars(floor),
+        "cases": records,
+        "regions": regions,
+        "bytecodes": counted,
+        "quick": options.quick,
+    }
 
 
-def _regions() -> str:
-    """The cost of a node when a pass has many regions: measured in one process, by a program of its own."""
-    command = [sys.executable, "-m", "benchmarks.regions"]
+def _run_alone(module: str, title: str) -> str:
+    """What is measured by a program of its own."""
+    command = [sys.executable, "-m", module]
     try:
-        done = subprocess.run(command, text=True, capture_output=True, timeout=REGIONS_DEADLINE, check=True)
+        done = subprocess.run(command, text=True, capture_output=True, timeout=ALONE_DEADLINE, check=True)
         text = done.stdout.strip()
     except subprocess.TimeoutExpired:
-        text = f"n/a: did not end within {REGIONS_DEADLINE:.0f} s"
+        text = f"n/a: did not end within {ALONE_DEADLINE:.0f} s"
     except subprocess.CalledProcessError as error:
         text = f"n/a: {(error.stderr.strip().splitlines() or ['failed without a word'])[-1]}"
-    print(f"many regions:\n{text}\n", flush=True)
+    print(f"{title}:\n{text}\n", flush=True)
     return text
 
 

@@ -1,12 +1,14 @@
 """The implementations under comparison, as handles with the same names.
 
 A case sees an `Api` and nothing else. Workers start with default options and rendezvous through the environment, as a
-user's first program would; only the TCP cases pass an option, the one that switches shared memory off.
+user's first program would, and with what `telegrad run` adds to it in Telegrad's case; only the TCP cases pass an
+option, the one that switches shared memory off.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +39,14 @@ class Api:
     @cached_property
     def DistributedOptimizer(self) -> Any:  # noqa: N802 (the name both implementations give it)
         return import_module(self.optim_module).DistributedOptimizer
+
+    def variables(self, workers: int) -> dict[str, str]:
+        """What its own launcher adds to the environment of so many workers on this machine."""
+        if self.name != "telegrad":
+            return {}
+        from telegrad.rpc.threads.cores import variables_for
+
+        return variables_for(workers, os.environ)
 
     def start(self, rank: int, world_size: int, transport: str) -> None:
         """Join the job as `worker<rank>`; MASTER_ADDR and MASTER_PORT are already set."""

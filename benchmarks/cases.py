@@ -116,6 +116,49 @@ def chain(api: Api) -> Step:
     return step
 
 
+DEPTH = 200
+
+
+def recurrent(api: Api) -> Step:
+    """A cell on the peer, called again and again with the hidden state it returned; then one backward."""
+    inputs = torch.ones(2, 2, requires_grad=True)
+
+    def step() -> None:
+        with api.dist_autograd.context() as context_id:
+            hidden = inputs
+            for _ in range(DEPTH):
+                hidden = api.rpc.rpc_sync(PEER, work.cell, args=(hidden,))
+            api.dist_autograd.backward(context_id, [hidden.sum()])
+
+    return step
+
+
+def ping_pong(api: Api) -> Step:
+    """The same with work here between the calls, so that each worker's graph is one chain through all messages."""
+    inputs, weight = torch.ones(2, 2, requires_grad=True), torch.full((2, 2), 0.5, requires_grad=True)
+
+    def step() -> None:
+        with api.dist_autograd.context() as context_id:
+            hidden = inputs
+            for _ in range(DEPTH):
+                hidden = torch.tanh(api.rpc.rpc_sync(PEER, work.cell, args=(hidden,)) * weight)
+            api.dist_autograd.backward(context_id, [hidden.sum()])
+
+    return step
+
+
+def fan(api: Api) -> Step:
+    """Calls that do not depend on each other, all in flight; then one backward through all of them."""
+    inputs = torch.ones(2, 2, requires_grad=True)
+
+    def step() -> None:
+        with api.dist_autograd.context() as context_id:
+            futures = [api.rpc.rpc_async(PEER, work.cell, args=(inputs,)) for _ in range(DEPTH)]
+            api.dist_autograd.backward(context_id, [torch.stack(torch.futures.wait_all(futures)).sum()])
+
+    return step
+
+
 TRAINERS = 3
 STEPS_EACH = 4
 SERVER_SHAPE = (1024, 1024)  # 4 MB of float32
@@ -160,13 +203,13 @@ def no_step(api: Api) -> Step:
 
 CORE = (
     Case("empty", "empty call", empty_call, bar=5, aim=8, floor=Floor(1)),
-    Case("tensors", "call with two 2x2 tensors", tensor_call, bar=5, aim=8, floor=Floor(1)),
+    Case("tensors", "call with two 2x2 tensors", tensor_call, bar=6.5, aim=10, floor=Floor(1)),
     Case("in_flight", "1,000 calls in flight", calls_in_flight, operations=IN_FLIGHT, unit="calls/s", bar=8, aim=15),
     Case("remote", "remote and to_here", remote_and_to_here, bar=5, aim=8, floor=Floor(1)),
     Case("echo1", "echo of 1 MB", echo(1), bar=3, aim=5, floor=Floor(1, 1, copies=1, returns=1)),
     Case("echo16", "echo of 16 MB", echo(16), unit="ms", bar=3.5, aim=6, floor=Floor(1, 16, copies=1, returns=1)),
     Case("echo128", "echo of 128 MB", echo(128), unit="ms", bar=5, aim=8, floor=Floor(1, 128, copies=1, returns=1)),
-    Case("autograd", "autograd step, 2x2", autograd_step(2, 2), bar=5, aim=8, floor=Floor(2)),
+    Case("autograd", "autograd step, 2x2", autograd_step(2, 2), bar=3.5, aim=5, floor=Floor(2)),
     Case(
         "autograd16",
         "autograd step, 16 MB",
@@ -177,7 +220,7 @@ CORE = (
         floor=Floor(2, 16, copies=3, returns=1),
     ),
     # Forward waits for three calls within each other; backward makes four hops and one: two and a half round trips.
-    Case("chain", "autograd step, chain of 4 workers", chain, workers=4, bar=5, aim=8, floor=Floor(5.5)),
+    Case("chain", "autograd step, chain of 4 workers", chain, workers=4, bar=1.5, aim=2.5, floor=Floor(5.5)),
     Case(
         "server",
         "parameter server, 3 trainers, 4 MB",
@@ -185,13 +228,16 @@ CORE = (
         workers=1 + TRAINERS,
         operations=TRAINERS * STEPS_EACH,
         unit="steps/s",
-        bar=3,
-        aim=5,
+        bar=2,
+        aim=3,
     ),
     Case("lifecycle16", "16 workers: init and shutdown", no_step, workers=16, unit="ms", bar=1, aim=2, lifecycle=True),
 )
 OVER_TCP = tuple(replace(case, group="tcp", transport=apis.TCP, bar=1.5, aim=None) for case in CORE)
 ALSO = (
+    Case("rnn", "200 calls with the hidden state, then backward", recurrent, unit="ms", group="also", bar=1.75, aim=3),
+    Case("pingpong", "the same with local work between the calls", ping_pong, unit="ms", group="also", bar=1.75, aim=3),
+    Case("fan", "200 independent calls, then backward", fan, unit="ms", group="also", bar=1.75, aim=3),
     Case("busy", "empty call, one core busy", empty_call, group="also", busy_cores=1),
     *(
         Case(f"{name}{workers}", f"{title}, {workers} workers", shape(workers), workers=workers, group="also")

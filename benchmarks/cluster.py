@@ -1,7 +1,9 @@
 """The harness's view of one set of workers: give orders, wait with a deadline, end them whatever happens.
 
-Workers are forked from one server process that has torch imported, so that a set of 32 starts in a second. A set that
-fails or misses a deadline is broken: its processes are killed and the next case starts a new one.
+Workers are forked from a server process that has torch imported, so that a set of 32 starts in a second. Each
+implementation's workers have the environment that its own launcher would give them (`Api.variables`). OpenMP reads it
+when torch is loaded: so there is a server for each such environment. A set that fails or misses a deadline is broken:
+its processes are killed and the next case starts a new one.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Cluster:
             place = Place(implementation, rank, world_size, transport)
             name = f"{implementation}-{transport}-{rank}"
             process = context.Process(target=worker.main, args=(place, theirs), name=name, daemon=True)
-            process.start()
+            with _forked_with(apis.BY_NAME[implementation].variables(world_size)):
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -161,13 +164,42 @@ class Cluster:
                 process.join()
 
 
+_servers: dict[tuple[tuple[str, str], ...], forkserver.ForkServer] = {}
+
+
+@contextmanager
+def _forked_with(variables: dict[str, str]) -> Iterator[None]:
+    """Within, processes are forked from a server that was started with these variables."""
+    server = _server(variables)
+    usual = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = usual
+
+
+def _server(variables: dict[str, str]) -> forkserver.ForkServer:
+    key = tuple(sorted(variables.items()))
+    if key not in _servers:
+        server = _servers[key] = forkserver.ForkServer() if variables else forkserver._forkserver
+        server.set_forkserver_preload(PRELOADED)
+        before = dict(os.environ)
+        # It inherits that Ctrl-C is ignored: interrupted in the middle of an import, it would only print a traceback.
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            os.environ.update(variables)
+            server.ensure_running()
+        finally:
+            for name in variables.keys() - before.keys():
+                del os.environ[name]
+            signal.signal(signal.SIGINT, previous)
+    return _servers[key]
+
+
 def preload() -> None:
     """Have the process that workers are forked from import torch; before the first of them starts."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    # It inherits that Ctrl-C is ignored: interrupted in the middle of an import, it would only print a traceback.
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    forkserver.ensure_running()
-    signal.signal(signal.SIGINT, previous)
+    _server({})
 
 
 def free_port() -> int:

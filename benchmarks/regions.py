@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.functions import RecvNode, attach_recv, running_in
 from telegrad.engine.local_pass import LocalPass
+from telegrad.engine.passes import Roots
 from telegrad.ids import MessageId, WorkerId
 
 NODES, SENDS = 10_000, 50
@@ -45,7 +46,7 @@ def small_pass(repeats: int = 5000) -> tuple[float, float]:
 
     def ours() -> None:
         pass_ = LocalHalf(retain_graph=True)
-        pass_.start({0: [root]}, ())
+        pass_.start({0: Roots((root,), [])}, ())
         pass_.hear(0, [one])
         pass_.run()
 
@@ -97,7 +98,7 @@ def in_torch(graph: Graph) -> None:
 
 def in_local_pass(graph: Graph) -> None:
     sent, recvs, _ = graph
-    edges = {number: [get_gradient_edge(tensor)] for number, tensor in enumerate(sent)}
+    edges = {number: Roots((get_gradient_edge(tensor),), []) for number, tensor in enumerate(sent)}
     pass_ = LocalHalf(retain_graph=False)
     pass_.start(edges, recvs)
     for number in edges:

@@ -9,8 +9,9 @@
     |-- InvalidName (ValueError)  what was given cannot be the name of a worker
     |-- RpcTimeout (TimeoutError)  a deadline passed: names what was waited for
     |-- WorkerDied (ConnectionError)       a worker closed or fell silent: names it and what it was asked
-    |-- AuthenticationError       a peer could not prove that it knows the job's secret
+    |-- AuthenticationError       a peer could not prove that it knows the job's secret, or there is none to prove
     |-- ProtocolError             a peer sent bytes that are not a valid message; that connection is closed
+    |-- CallRefused (PermissionError)      a worker's rules do not allow what was asked: names the rule
     |-- SerializationError (TypeError)     a function, argument or result cannot be sent
     |-- RemoteError               a remote exception whose own type could not be rebuilt here
     |-- RRefError                 a reference was used in a way, place or time it cannot serve
@@ -23,11 +24,17 @@
         |-- ContextFailed (WorkerDied)     the context lost a participant: names it
         `-- GradientMismatch      a gradient does not fit the tensor it belongs to
 
+    GradientsEndHere (UserWarning)         a result that requires grad, of a call outside any context
+
 What is in brackets is a second base: a builtin, so that a program written for `except TimeoutError`, or for the
 RuntimeError that torch raises, keeps working; or an error that calls for the same answer. An exception raised by a
 user's function on another worker arrives as its own type wherever that can be rebuilt; only what cannot be becomes
 `RemoteError`.
 """
+
+
+class GradientsEndHere(UserWarning):
+    """A result that requires grad came from a call outside any context: no gradient will go back to its owner."""
 
 
 class TelegradError(RuntimeError):
@@ -88,6 +95,10 @@ class AuthenticationError(TelegradError):
 
 class ProtocolError(TelegradError):
     """A peer sent bytes that are not a valid message."""
+
+
+class CallRefused(TelegradError, PermissionError):
+    """A worker that runs exported functions alone does not do what was asked; the text names the rule."""
 
 
 class SerializationError(TelegradError, TypeError):

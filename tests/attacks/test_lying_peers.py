@@ -18,7 +18,7 @@ from telegrad import rpc
 from telegrad.errors import ProtocolError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
-from telegrad.rpc.server import at_most_once, definitions
+from telegrad.rpc.server import at_most_once, function_table
 from telegrad.transport.addresses import connect
 from telegrad.transport.blocks import Borrower, Lender
 from telegrad.transport.handshake import DiallerHandshake
@@ -163,7 +163,7 @@ def test_functions_that_are_defined_and_never_called(agent: Agent, caplog: pytes
     with lying_member(agent) as liar, contextlib.suppress(ConnectionError):
         for number in range(1, 1000):
             liar.send(PythonCall(number, large, 1.0), payload=b"\xff")
-    assert memory_mb() - before < 2 * definitions.MOST_BYTES / 2**20 + 100
+    assert memory_mb() - before < 2 * function_table.MOST_BYTES / 2**20 + 100
     wait_until(lambda: "defines more than" in caplog.text)
     still_works()
 

@@ -121,7 +121,7 @@ def belongings() -> dict[str, int]:
     """Called on a worker: what it has that could be left behind. Descriptors, shared memory, threads, table entries."""
     agent = require_agent()
     gc.collect()
-    agent.liveness.tidy(before=time.monotonic())
+    agent.idle_memory.tidy(before=time.monotonic())
     references = references_of(agent)
     descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors()]
     return {

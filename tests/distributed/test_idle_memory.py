@@ -29,7 +29,7 @@ def blocks() -> int:
 
 
 def tidy() -> None:
-    require_agent().liveness.tidy(before=time.monotonic())
+    require_agent().idle_memory.tidy(before=time.monotonic())
 
 
 def tidy_up() -> None:

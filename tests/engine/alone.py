@@ -7,6 +7,7 @@ from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.functions import Gradients, RecvNode
 from telegrad.engine.local_pass import LocalPass
+from telegrad.engine.passes import Roots
 
 K = TypeVar("K", bound=Hashable)
 
@@ -35,4 +36,4 @@ class Alone(LocalPass[K]):
         """Start with the Sends and Recvs given, and keep none of them."""
         sends, self.sends = self.sends, {}
         recvs, self.recvs = self.recvs, {}
-        self.start(sends, recvs.values())
+        self.start({key: Roots(tuple(edges), []) for key, edges in sends.items()}, recvs.values())

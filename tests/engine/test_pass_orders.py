@@ -24,6 +24,7 @@ from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry
 from telegrad.engine import EngineLayer
 from telegrad.engine.cleanup import end_context
+from telegrad.engine.passes import Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.engine.service import Service
 from telegrad.errors import WorkerDied
@@ -265,7 +266,7 @@ class World:
             self.pass_ = pass_ = self.root.service.open(self.root.context, False, 600.0)
             # Whoever waits for a wake-up lets the world take one step, and looks again.
             pass_._news = SimpleNamespace(set=lambda: None, wait=lambda _: self.step())  # type: ignore[assignment]
-            pass_.begin([(get_gradient_edge(root), torch.ones_like(root))])
+            pass_.begin(Roots((get_gradient_edge(root),), [torch.ones_like(root)]))
             pass_.wait()
             return None
         except BaseException as error:
@@ -406,7 +407,7 @@ def check(world: World, x: Tensor, expected: dict[str, float], error: BaseExcept
             assert pass_.finished, f"{worker.name} still waits: {pass_}"
         assert not any(worker.asked.values()), f"{worker.name} has asked, and heard nothing"
     if world.root.alive:
-        end_context(world.root, world.context_id)  # type: ignore[arg-type]
+        end_context(world.root.service, world.context_id)
         world.chance = Chance((), set())
         world.drain()
     for worker in survivors:

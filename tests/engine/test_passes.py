@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry
-from telegrad.engine.passes import Pass
+from telegrad.engine.passes import Pass, Roots
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError, GradientMismatch, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, draw_incarnation, make_id
@@ -261,6 +261,6 @@ def test_the_root_hears_its_roots_like_a_send() -> None:
     pass_ = part.enter(root=HERE)
     loss = (part.product * 2).sum()
     part.context.sends.clear()
-    pass_.begin([(get_gradient_edge(loss), torch.ones(()))])
+    pass_.begin(Roots((get_gradient_edge(loss),), [torch.ones(())]))
     assert part.ended == [pass_]
     assert part.context.gradients[part.weight].tolist() == [2.0, 2.0]

@@ -59,7 +59,7 @@ def test_a_mask_names_the_sends_that_reach_the_node(program: Program) -> None:
 
 @given(programs())
 def test_batches_run_each_node_once_in_order_and_no_recv_waits_for_others(program: Program) -> None:
-    plan = Plan(program.graph, program.roots, program.recvs)
+    plan = Plan(program.graph, dict(enumerate(program.roots)), program.recvs)
     inner = {node for node, edges in program.graph.items() if edges}
     heard: set[int] = set()
     ran: set[int] = set()
@@ -81,7 +81,7 @@ def test_batches_run_each_node_once_in_order_and_no_recv_waits_for_others(progra
     assert plan.take() is None
 
 
-def take_all(plan: Plan[int]) -> list[Batch[int]]:
+def take_all(plan: Plan[int, int]) -> list[Batch[int]]:
     batches = []
     while (batch := plan.take()) is not None:
         batches.append(batch)
@@ -128,7 +128,7 @@ def same_region(program: Program, node: int, other: int) -> bool:
 
 
 def test_one_send_is_one_last_batch() -> None:
-    plan = Plan({0: ((1, 0),), 1: ()}, [[0]])
+    plan = Plan({0: ((1, 0),), 1: ()}, {0: [0]})
     assert plan.take() is None
     plan.heard(0)
     batch = plan.take()
@@ -138,11 +138,11 @@ def test_one_send_is_one_last_batch() -> None:
 
 def test_the_example_at_the_top_of_the_module() -> None:
     graph = {"f": (("g", 0), ("k", 0)), "g": (("leaf", 0),), "h": (("k", 0),), "k": (("leaf", 0),), "leaf": ()}
-    cut = Plan(graph, [["f"], ["h"]], recvs=["g"])
+    cut = Plan(graph, {0: ["f"], 1: ["h"]}, recvs=["g"])
     cut.heard(0)
     batch = cut.take()
     assert batch is not None and batch.way is Way.CUT and set(batch.nodes) == {"f", "g"} and batch.recvs == ["g"]
-    waits = Plan(graph, [["f"], ["h"]])
+    waits = Plan(graph, {0: ["f"], 1: ["h"]})
     waits.heard(0)
     assert waits.take() is None
     waits.heard(1)
@@ -160,7 +160,7 @@ def test_a_ready_region_waits_for_another_that_shares_its_child() -> None:
         "z": (("x", 0),),
         "leaf": (),
     }
-    plan = Plan(graph, [["p"], ["r"], ["z"]])
+    plan = Plan(graph, {0: ["p"], 1: ["r"], 2: ["z"]})
     plan.heard(0)
     assert plan.take() is None
     plan.heard(1)
@@ -172,7 +172,7 @@ def test_a_ready_region_waits_for_another_that_shares_its_child() -> None:
 def test_a_thousand_nested_sends_cost_little() -> None:
     count = 1000
     graph = {node: ((node + 1, 0),) for node in range(count)} | {count: ()}
-    plan = Plan(graph, [[node] for node in range(count)], recvs=range(0, count, 100))
+    plan = Plan(graph, {node: [node] for node in range(count)}, recvs=range(0, count, 100))
     ran = 0
     for bit in range(count):
         plan.heard(bit)

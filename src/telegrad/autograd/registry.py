@@ -24,6 +24,7 @@ from telegrad.ids import (
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.layer import Layer
+from telegrad.rpc.trust.guard import ContextHolder
 from telegrad.rpc.workers import Member
 
 log = logging.getLogger("telegrad.autograd")
@@ -46,7 +47,7 @@ class ContextEngine(Layer):
         raise NotImplementedError
 
 
-class Registry(Layer):
+class Registry(ContextHolder):
     """The contexts of one agent."""
 
     def __init__(self, agent: Agent) -> None:

@@ -11,20 +11,32 @@ Equal to one process means: each node runs once, with the sum of all that reache
 Every call of torch's engine is made by `Graph._call`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Gradients, Taker, running_in, taker
+from telegrad.cuda import order
+from telegrad.engine.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.cut import cut_before
-from telegrad.engine.leaves import LeafSums, claimed, grads_aside, hooks_held, may_share, shared_held
-from telegrad.engine.regions import Edges
+from telegrad.engine.leaves import LeafSums, hooks_held, may_share, put_aside, put_back, shared_held, written
+from telegrad.engine.regions import Edges, Part
 
 Root = tuple[GradientEdge, Tensor | None]  # None: visited, but with no gradient
+
+
+class Entered(Protocol):
+    """A Send, or the roots of `backward`: where gradients enter the graph."""
+
+    @property
+    def edges(self) -> Sequence[GradientEdge]:
+        """One for each tensor."""
+
 
 _ANCHOR = ANCHOR.node
 _NOTHING_BUT_RECVS = (ANCHOR,)
@@ -36,59 +48,65 @@ class Graph:
     """All nodes that a worker's Sends reach. Only the thread that runs the pass uses it."""
 
     __slots__ = ("_nones", "_retain_graph", "_sums", "_taker", "edges", "gradients", "leaves", "parts")
+    leaves: dict[Node, Tensor]
+    _create_graph = False  # see `higher/graph.py`
 
-    def __init__(self, entries: Iterable[Sequence[GradientEdge]], taker: Taker, retain_graph: bool) -> None:
-        """Walk it from the `entries`, those of each Send. Engine calls give the gradients of Recvs to `taker`."""
+    def __init__(self, sends: Iterable[Entered], taker: Taker, retain_graph: bool) -> None:
+        """Walk it from where the gradients of each Send enter. Engine calls give those of Recvs to `taker`."""
         self._taker = taker
         self._retain_graph = retain_graph
         self._sums: LeafSums | None = None  # what closed and cut batches found for leaves
         self._nones = False  # whether a node handed None across a cut
         self.gradients: dict[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
-        self.leaves: dict[Node, Tensor] = {}
-        self.edges: dict[Node, Edges[Node]] = {}
-        # The nodes that each Send reaches, leaves aside; None if two Sends reach the same one.
-        self.parts: list[list[Node]] | None = []
-        self._walk(entries)
-
-    def _walk(self, entries: Iterable[Sequence[GradientEdge]]) -> None:
+        self.leaves = leaves = {}
+        self.edges: dict[Node, Edges[Node]] = {_ANCHOR: ()}
         edges = self.edges
-        parts: list[list[Node]] = []
+        parts: list[Part[Node]] = []
         apart = True
-        for starts in entries:
-            found: dict[Node, None] = {}
-            stack = [start[0] for start in starts]
-            while stack:
-                node = stack.pop()
-                if node in found:
-                    continue
-                if node in edges:  # a leaf, or another Send was here
-                    apart = apart and not edges[node]
+        for send in sends:
+            inner: dict[Node, None] = {}
+            ends: list[Node] = []
+            found = [edge[0] for edge in send.edges]
+            for node in found:  # grows; a node may be there more than once
+                if node in edges:  # seen before, by this Send or another
+                    if not edges[node]:
+                        if node is not _ANCHOR:
+                            ends.append(node)
+                    elif node not in inner:
+                        apart = False
                 elif following := node.next_functions:
-                    found[node] = None
                     edges[node] = following
-                    stack += [child for child, _ in following if child is not None]
+                    inner[node] = None
+                    for child, _ in following:
+                        if child is not None:
+                            found.append(child)
                 else:
                     edges[node] = ()
-                    if node is not _ANCHOR and (leaf := getattr(node, "variable", None)) is not None:
-                        self.leaves[node] = leaf
-            parts.append(list(found))
+                    if (leaf := getattr(node, "variable", None)) is not None:
+                        leaves[node] = leaf
+                        ends.append(node)
+            parts.append((inner, ends))
+        # What each Send reaches: its nodes, and leaves; None if two Sends reach the same node, leaves aside.
         self.parts = parts if apart else None
 
     def run_last(self, roots: list[Root]) -> None:
         """Everything left, leaves included. If another pass has some of the leaves, run the rest before waiting."""
-        if not self.leaves:
+        leaves = self.leaves
+        if not leaves:
             if roots:
                 self._call(roots, (), accumulate=True)
             return
-        variables = list(self.leaves.values())
-        with claimed(variables, wait=False) as free:
-            if free:
-                self._run_with_leaves(roots, variables)
-                return
-        straight = [root for root in roots if root[0].node in self.leaves]
-        self.run_closed(self.edges, [root for root in roots if root[0].node not in self.leaves])
-        with claimed(variables):
-            self._run_with_leaves(straight, variables)
+        variables = list(leaves.values())
+        claim = try_claim(variables)
+        if claim is None:
+            straight = [root for root in roots if root[0].node in leaves]
+            self.run_closed(self.edges, [root for root in roots if root[0].node not in leaves])
+            roots = straight
+            claim = wait_for_claim(variables)
+        try:
+            self._run_with_leaves(roots, variables)
+        finally:
+            release(claim)
 
     def _run_with_leaves(self, roots: list[Root], variables: list[Tensor]) -> None:
         self._hand_over_large(roots)
@@ -96,32 +114,37 @@ class Graph:
             roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
         if not roots:
             return
-        shared = may_share(self.edges, self.leaves) if len(variables) > 1 else ()
-        if not shared:
-            with grads_aside(variables) as self.gradients:
+        shared = may_share(self.edges, self.leaves) if len(variables) > 1 else None
+        aside = put_aside(variables)
+        try:
+            if shared:
+                with shared_held(shared):
+                    self._call(roots, (), accumulate=True)
+            else:
                 self._call(roots, (), accumulate=True)
-            return
-        with grads_aside(variables) as self.gradients, shared_held(shared):
-            self._call(roots, (), accumulate=True)
+            self.gradients = written(variables)
+        finally:
+            put_back(aside)
 
     def _hand_over_large(self, roots: list[Root]) -> None:
         """Turn large gradients that enter at a leaf into sums. A leaf copies what it is given unless nobody else holds
         it, and nobody holds a sum when it is handed on. `roots` itself is emptied of them, so that it holds none."""
-        for position in range(len(roots) - 1, -1, -1):
-            edge, gradient = roots[position]
-            if gradient is None or edge[0] not in self.leaves:
-                continue
-            if gradient.layout is torch.strided and gradient.nbytes >= _LARGE:
-                del roots[position]
-                self._add(edge[0], gradient)
+        large = [
+            position
+            for position, (edge, gradient) in enumerate(roots)
+            if edge[0] in self.leaves and gradient is not None and _is_large(gradient)
+        ]
+        for position in reversed(large):
+            edge, gradient = roots.pop(position)
+            self._add(edge[0], gradient)
 
-    def run_closed(self, nodes: Iterable[Node], roots: list[Root]) -> None:
-        """Nodes that lead to nothing but each other and leaves; what arrives at the leaves is added to their sums."""
+    def run_closed(self, nodes: Iterable[Node], roots: list[Root], leaves: Iterable[Node] | None = None) -> None:
+        """Nodes that lead to nothing but each other and `leaves`; what arrives at these is added to their sums."""
         if not roots:
             return
-        below: dict[Node, None] = {}
-        if self.leaves:
-            below = {child: None for node in nodes for child, _ in self.edges[node] if child in self.leaves}
+        if leaves is None:
+            leaves = [child for node in nodes for child, _ in self.edges[node] if child in self.leaves]
+        below: dict[Node, None] = dict.fromkeys(leaves)
         found = self._ask(list(below), roots)
         visited: Mapping[Node, object] | None = None
         for leaf, part in zip(below, found, strict=True):
@@ -130,7 +153,7 @@ class Graph:
             if part is not None or (visited is not None and leaf in visited):
                 self._add(leaf, part)
 
-    def run_cut(self, nodes: Sequence[Node], roots: list[Root]) -> list[Root]:
+    def run_cut(self, nodes: Collection[Node], roots: list[Root]) -> list[Root]:
         """Nodes that lead to others that must wait. Returns what leaves, as roots of those; leaves are summed."""
         collected: list[Root] = []
         if not roots:
@@ -154,6 +177,13 @@ class Graph:
         """The post-hook of a node that leads out of a cut batch: keep what the engine will not take there."""
         if taker() != self._taker:
             return  # another engine call over the same graph: of another pass, or a user's own
+        if order.active:
+            with order.back_on_lane(leaving):  # a node runs on the streams of its forward
+                self._keep(collected, node, inside, leaving)
+        else:
+            self._keep(collected, node, inside, leaving)
+
+    def _keep(self, collected: list[Root], node: Node, inside: set[Node | None], leaving: Gradients) -> None:
         for (child, position), gradient in zip(self.edges[node], leaving, strict=True):
             if child is None or child in inside:
                 continue
@@ -183,9 +213,17 @@ class Graph:
     ) -> tuple[Tensor | None, ...]:
         """One call of torch's engine. Not through `torch.autograd.backward` and `grad`: their checks of shapes and
         dtypes were made when the gradients came, and cost as much as a small graph takes to run."""
-        with _entering(roots) if self._nones else nullcontext(roots) as entering, running_in(self._taker):
-            edges, gradients = zip(*entering, strict=True)
-            return _run_backward(edges, gradients, self._retain_graph, False, wanted, True, accumulate)
+        if self._nones:
+            with _entering(roots) as entering, running_in(self._taker):
+                edges, gradients = zip(*entering, strict=True)
+                return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
+        edges, gradients = zip(*roots, strict=True)
+        with running_in(self._taker):
+            return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
+
+
+def _is_large(gradient: Tensor) -> bool:
+    return gradient.layout is torch.strided and gradient.nbytes >= _LARGE
 
 
 def reached_from(roots: Iterable[Root]) -> dict[Node, None]:

@@ -2,14 +2,14 @@
 
 A leaf's own node runs once in a pass, with the total, so that hooks on leaves see what they would see in one
 process. Until then its gradient arrives in parts, and asking the engine for a part would fire the leaf's tensor hooks:
-`hooks_held`. When the node runs it writes to `.grad`, which belongs to the user: `grads_aside` keeps the user's value
-and takes the result. A leaf takes a gradient that nobody else holds and copies any other; one that several leaves have
-in common is to be copied for each, as in torch's distributed pass: `shared_held`. Other passes may use the same leaves
-in other threads: `claimed` gives the things it names to one thread at a time.
+`hooks_held`. When the node runs it writes to `.grad`, which belongs to the user: `put_aside` keeps the user's value,
+`written` takes the result, `put_back` gives the value back. A leaf takes a gradient that nobody else holds and copies
+any other; one that several leaves have in common is to be copied for each, as in torch's distributed pass:
+`shared_held`. Other passes may use the same leaves in other threads: whoever does any of this has claimed them.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,83 +20,34 @@ from torch.autograd.graph import Node
 from telegrad.autograd.functions import Gradients, anchored
 from telegrad.engine.regions import Edges
 
-_claims = threading.Condition()
-_claimant: dict[int, int] = {}  # id of a claimed thing -> thread that has it
-_waiting: set[int] = set()  # threads that want what another has
-
 # The nodes that hand on one tensor twice: of torch's own only an addition, and any that a user wrote.
 with torch.inference_mode(False), torch.enable_grad():  # whatever the mode is where this is imported
     _SHARING = (type((torch.ones(1, requires_grad=True) + 1).grad_fn), torch.autograd.function.BackwardCFunction)
 
 
-class claimed:  # noqa: N801 - used like a function; classes, because these are on the path of every pass
-    """Have all of `things` to this thread, waiting while another has any; without `wait`, say whether it was possible.
-
-    All are taken at once, so two claims never wait for each other. A thread may claim again what it has: a hook may run
-    another pass.
-    """
-
-    __slots__ = ("_keys", "_wait")
-
-    def __init__(self, things: Iterable[object], *, wait: bool = True) -> None:
-        self._keys: Collection[int] = {id(thing) for thing in things}
-        self._wait = wait
-
-    def __enter__(self) -> bool:
-        thread = threading.get_ident()
-        with _claims:
-            while _claimant and any(_claimant.get(key, thread) != thread for key in self._keys):
-                if not self._wait:
-                    self._keys = ()
-                    return False
-                _wait_for_claims(thread)
-            # What an outer claim of this thread has is its to return.
-            self._keys = [key for key in self._keys if key not in _claimant]
-            for key in self._keys:
-                _claimant[key] = thread
-        return True
-
-    def __exit__(self, *_: object) -> None:
-        if self._keys:
-            with _claims:
-                for key in self._keys:
-                    del _claimant[key]
-                if _waiting:
-                    _claims.notify_all()
+_hooks_lock = threading.Lock()
 
 
-def _wait_for_claims(thread: int) -> None:
-    _waiting.add(thread)
-    try:
-        _claims.wait()
-    finally:
-        _waiting.discard(thread)
+def put_aside(leaves: Iterable[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    """Empty `.grad` of `leaves`, which the caller has claimed; what `put_back` puts back."""
+    kept = []
+    for leaf in leaves:
+        grad = leaf.grad
+        kept.append((leaf, grad))
+        if grad is not None:
+            leaf.grad = None
+    return kept
 
 
-class grads_aside:  # noqa: N801
-    """Empty `.grad` of `leaves`; on the way out put it back, and what was written meanwhile into the mapping yielded.
+def written(leaves: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """What an engine call wrote into `.grad` of `leaves`, which had been put aside."""
+    return {leaf: grad for leaf in leaves if (grad := leaf.grad) is not None}
 
-    The caller has claimed the leaves. After an error the mapping stays empty.
-    """
 
-    __slots__ = ("_kept", "_written")
-
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self._kept = [(leaf, leaf.grad) for leaf in leaves]
-        self._written: dict[Tensor, Tensor] = {}
-
-    def __enter__(self) -> dict[Tensor, Tensor]:
-        for leaf, grad in self._kept:
-            if grad is not None:
-                leaf.grad = None
-        return self._written
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        for leaf, grad in self._kept:
-            result = leaf.grad
-            if result is not None and kind is None:
-                self._written[leaf] = result
-            leaf.grad = grad
+def put_back(kept: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Give the user's `.grad` back."""
+    for leaf, grad in kept:
+        leaf.grad = grad
 
 
 def may_share(graph: Mapping[Node, Edges[Node]], leaves: Mapping[Node, Tensor]) -> list[Node]:
@@ -172,7 +123,7 @@ def hooks_held(leaves: Iterable[Tensor], first: Iterable[Node]) -> Iterator[None
         tasks.add(torch._C._current_graph_task_id())
 
     handles: list[Any] = [node.register_prehook(note_task) for node in first]
-    with _claims:
+    with _hooks_lock:
         stand_ins = [(hooks, key, _HeldHook(hook, tasks)) for hooks in hooked for key, hook in hooks.items()]
         for hooks, key, stand_in in stand_ins:
             hooks[key] = stand_in
@@ -187,7 +138,7 @@ def hooks_held(leaves: Iterable[Tensor], first: Iterable[Node]) -> Iterator[None
 
 def _unwrap(hooks: dict[int, Any], key: int, stand_in: _HeldHook) -> None:
     """Take one stand-in out from the chain under `key`, wherever another thread's may lie on top of it."""
-    with _claims:
+    with _hooks_lock:
         outer = None
         current = hooks.get(key)
         while current is not stand_in:
@@ -214,6 +165,9 @@ class LeafSums:
 
     def __bool__(self) -> bool:
         return bool(self._sums)
+
+    def __contains__(self, leaf: object) -> bool:
+        return leaf in self._sums
 
     def add(self, leaf: Node, part: Tensor | None) -> None:
         total = self._sums.get(leaf)

@@ -10,23 +10,24 @@ runs as far as it leads to no node that must wait: `regions.py` decides that, `g
 """
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from telegrad import trace
-from telegrad.autograd.functions import Gradients, RecvNode
+from telegrad.autograd.functions import Gradients, RecvNode, Taker
 from telegrad.engine.cut import empty_queue
-from telegrad.engine.graph import Graph, Root, reached_from
+from telegrad.engine.graph import Entered, Graph, Root, reached_from
+from telegrad.engine.hints import add_hint
 from telegrad.engine.regions import Apart, Batch, Plan, Way
 from telegrad.errors import AutogradError, GradientMismatch
 
 K = TypeVar("K", bound=Hashable)
-Sends = Mapping[K, Sequence[GradientEdge]]
+Sends = Mapping[K, Entered]
 
-_LAST: Batch[Node] = Batch(Way.LAST, (), ())
+_LAST: Batch[Node] = Batch(Way.LAST)
 
 
 class LocalPass(Generic[K]):
@@ -46,9 +47,9 @@ class LocalPass(Generic[K]):
     done = False  # all has run
     over = False  # given up: nothing is delivered any more
     gradients: Mapping[Tensor, Tensor] = {}
+    _graph_type: Callable[[Iterable[Entered], Taker, bool], Graph] = Graph
     _graph: Graph | None = None  # from the start to the end; the runner's
-    _plan: "Apart[Node] | Plan[Node] | None" = None  # only if something may run before all has been heard
-    _bits: Mapping[K, int] = {}
+    _plan: "Apart[K, Node] | Plan[K, Node] | None" = None  # only if something may run before all has been heard
     _recvs: Iterable[RecvNode] = ()
     _running = False
     _some_dead = False  # whether a tensor of a Send was heard without a gradient
@@ -56,9 +57,10 @@ class LocalPass(Generic[K]):
     def __init__(self, retain_graph: bool) -> None:
         self.retain_graph = retain_graph
         self._lock = threading.Lock()  # guards all of this, except what only the runner touches
-        self._unheard: dict[K, Sequence[GradientEdge]] = {}
-        self._early: list[tuple[K, Gradients | None]] = []  # heard before the start
+        self._sends: Sends[K] = {}
+        self._unheard: dict[K, Entered] = {}
         self._untold: dict[Node, RecvNode] = {}
+        self._early: list[tuple[K, Gradients | None]] = []  # heard before the start
         self._roots: list[Root] = []  # heard or collected, not yet entered
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
@@ -83,64 +85,61 @@ class LocalPass(Generic[K]):
 
     def start(self, sends: Sends[K], recvs: Iterable[RecvNode]) -> None:
         """Walk the graph, and tell the Recvs that nothing reaches."""
-        graph = Graph(sends.values(), self._tell, self.retain_graph)
-        self._untold = {recv.node: recv for recv in recvs}
+        graph = self._graph_type(sends.values(), self._tell, self.retain_graph)
         self._recvs = recvs
-        for node in [node for node in self._untold if node not in graph.edges]:
-            self._tell(node, None)
+        self._untold = untold = {recv.node: recv for recv in recvs}
+        if not untold.keys() <= graph.edges.keys():
+            self._tell_none([node for node in untold if node not in graph.edges])
         with self._lock:
             if self.over:
                 return  # given up meanwhile
-            self._unheard = dict(sends)
-            early, self._early = self._early, []
-            for key, gradients in early:
+            self._sends, self._unheard = sends, dict(sends)
+            for key, gradients in self._early:
                 self._enter(key, gradients)
-                if isinstance(gradients, list):
-                    gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
+            self._early = []
             if self._unheard and len(sends) > 1:
-                self._make_plan(graph, sends)
+                self._make_plan(graph)
             self._graph = graph
 
-    def _make_plan(self, graph: Graph, sends: Sends[K]) -> None:
+    def _make_plan(self, graph: Graph) -> None:
         if graph.parts is not None:
-            self._plan = Apart(graph.parts, self._untold)
+            self._plan = Apart(dict(zip(self._sends, graph.parts, strict=True)))
         else:
-            entries = [[edge.node for edge in edges] for edges in sends.values()]
+            entries = {key: [edge.node for edge in send.edges] for key, send in self._sends.items()}
             self._plan = Plan(graph.edges, entries, self._untold)
-        self._bits = {key: bit for bit, key in enumerate(sends)}
-        for key, bit in self._bits.items():
+        for key in self._sends:
             if key not in self._unheard:
-                self._plan.heard(bit)
+                self._plan.heard(key)
 
     def hear(self, key: K, gradients: Gradients | None) -> None:
         """The Send `key` has its gradients, or none will come."""
         with self._lock:
-            if self.over or self.done:
-                return
-            if self._graph is None:
-                self._early.append((key, gradients))
-            else:
+            if self._graph is not None:
                 self._enter(key, gradients)
+            elif not self.over and not self.done:
+                self._early.append((key, gradients))
 
     def _enter(self, key: K, gradients: Gradients | None) -> None:
         """Under the lock: what was heard becomes roots of the next engine call."""
-        edges = self._unheard.get(key)
-        if edges is None:
+        send = self._unheard.get(key)
+        if send is None:
             self._refuse(key, gradients)
             return
         if gradients is None:
             self._some_dead = True
-        elif len(gradients) != len(edges):
-            raise GradientMismatch(f"{key!r} has {len(edges)} tensors, not {len(gradients)}; no gradient was used")
+        elif len(gradients) != len(send.edges):
+            raise GradientMismatch(f"{key!r} has {len(send.edges)} tensors, not {len(gradients)}; no gradient was used")
         else:
-            for edge, gradient in zip(edges, gradients, strict=True):
-                if gradient is None:
+            for root in zip(send.edges, gradients, strict=True):
+                if root[1] is None:
                     self._some_dead = True
                 else:
-                    self._roots.append((edge, gradient))
+                    self._roots.append(root)
+            if type(gradients) is list:
+                gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
         del self._unheard[key]
         if self._plan is not None:
-            self._plan.heard(self._bits[key])
+            self._plan.heard(key)
 
     def _refuse(self, key: K, gradients: Gradients | None) -> None:
         """Gradients came for what is no Send of this pass, or has been heard."""
@@ -148,33 +147,37 @@ class LocalPass(Generic[K]):
 
     def run(self) -> None:
         """Run everything that may run. Returns at once if another thread is running: that one will run this, too."""
-        with self._lock:
-            graph = self._graph
-            if self._running or graph is None:
-                return
-            self._running = True
+        taken = self._take(begin=True)
+        if taken is None:
+            return
+        graph = self._graph
+        assert graph is not None
         try:
-            while (taken := self._take()) is not None:
-                batch, roots = taken
+            while taken is not None:
                 since = 0.0 if trace.recorder is None else trace.now()
+                batch, roots = taken
                 recvs = list(self._untold) if batch is _LAST else batch.recvs
-                if self._some_dead and recvs:  # a peer may be waiting to hear that nothing comes: before this runs
+                if self._some_dead:  # a peer may be waiting to hear that nothing comes: before this runs
                     reached = reached_from(roots)
                     self._tell_none([node for node in recvs if node not in reached])
                 if batch is _LAST:
                     graph.run_last(roots)
                 elif batch.way is Way.CLOSED:
-                    graph.run_closed(batch.nodes, roots)
+                    graph.run_closed(batch.nodes, roots, batch.leaves)
                 else:
                     crossing = graph.run_cut(batch.nodes, roots)
                     with self._lock:
                         self._roots += crossing
                 if since and trace.recorder is not None:
                     trace.recorder.span(f"region ({batch.way.name.lower()})", "backward", since)
-                self._tell_none(recvs)  # those that a node gave no gradient
+                if self._untold:
+                    self._tell_none(recvs)  # those that a node gave no gradient
                 if batch is _LAST:
-                    self.gradients, self.done = graph.gradients, True
-        except BaseException:
+                    self._all_has_run(graph.gradients)
+                    return
+                taken = self._take()
+        except BaseException as error:
+            add_hint(error)
             empty_queue()
             with self._lock:
                 self.over = True
@@ -182,22 +185,35 @@ class LocalPass(Generic[K]):
                 self._release()
             raise
 
-    def _take(self) -> tuple[Batch[Node], list[Root]] | None:
-        """The next batch and what enters it. With None this thread stops running: within the lock that `hear` takes, so
-        that what is heard later finds nobody running."""
+    def _take(self, begin: bool = False) -> tuple[Batch[Node], list[Root]] | None:
+        """The next batch and what enters it. With None this thread does not run, or runs no longer: within the lock
+        that `hear` takes, so that what is heard later finds nobody running."""
         with self._lock:
-            entering = self._roots
-            if self.over or self.done:
+            if begin and (self._running or self._graph is None):
+                return None
+            roots = self._roots
+            if self.over:
                 self._release()
             elif not self._unheard:
                 self._roots = []
-                return _LAST, entering
+                self._running = True
+                return _LAST, roots
             elif self._plan is not None and (batch := self._plan.take()) is not None:
-                inside = set(batch.nodes)
-                self._roots = [root for root in entering if root[0][0] not in inside]
-                return batch, [root for root in entering if root[0][0] in inside]
+                inside = batch.nodes
+                self._roots = [root for root in roots if root[0][0] not in inside]
+                self._running = True
+                return batch, [root for root in roots if root[0][0] in inside]
             self._running = False
             return None
+
+    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        """The last batch has run. False if the pass was given up meanwhile."""
+        with self._lock:
+            self._running = False
+            self._release()
+            if not self.over:
+                self.gradients, self.done = gradients, True
+            return self.done
 
     def abort(self) -> None:
         """Give up and release everything. What is in the engine now still ends, but nothing is delivered any more."""
@@ -209,7 +225,8 @@ class LocalPass(Generic[K]):
     def _release(self) -> None:
         """Under the lock: let go of the graph and of every gradient on its way."""
         self._graph = self._plan = None
-        self._unheard, self._untold, self._roots, self._early, self._recvs = {}, {}, [], [], ()
+        self._recvs = ()
+        self._sends, self._unheard, self._untold, self._roots, self._early = {}, {}, {}, [], []
 
     def _tell(self, node: Node, gradients: Gradients | None) -> None:
         """A Recv has its gradients: called by the Recv from inside the engine, on whichever thread that is. The engine

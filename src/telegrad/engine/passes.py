@@ -9,10 +9,11 @@ On the worker that called `backward` the part is a `RootPass`, which waits for t
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients, RecvNode, SendNode
@@ -27,10 +28,18 @@ from telegrad.wire.messages import AnyMessage
 if TYPE_CHECKING:
     from telegrad.engine.service import Service
 
+_profiler_enabled = torch._C._autograd._profiler_enabled
 _FEW_NODES = 64  # a graph so small is done before a message about it could be sent
 _FEW_BYTES = 32 * 1024
 
 ROOT = MessageId(-1)  # the roots of `backward` are heard like a Send
+
+
+class Roots(NamedTuple):
+    """The roots of `backward`, and the gradients to start from."""
+
+    edges: tuple[GradientEdge, ...]
+    gradients: list[Tensor]
 
 
 class Pass(LocalPass[MessageId]):
@@ -39,7 +48,6 @@ class Pass(LocalPass[MessageId]):
     error: BaseException | None = None
     finished = False  # done or given up
     to_invite: set[WorkerId] | frozenset[WorkerId] = frozenset()  # of `known`, those this worker has yet to tell
-    _sends: Mapping[MessageId, SendNode] = {}
     _ended = False  # whether those who wait for the end have been called
 
     def __init__(
@@ -51,7 +59,7 @@ class Pass(LocalPass[MessageId]):
         retain_graph: bool,
         known: Iterable[WorkerId],
     ) -> None:
-        super().__init__(retain_graph)
+        LocalPass.__init__(self, retain_graph)
         self.service = service
         self.context = context
         self.pass_id = pass_id
@@ -72,36 +80,34 @@ class Pass(LocalPass[MessageId]):
 
     def waits(self) -> list[tuple[MessageId, WorkerId]]:
         """The Sends that have not been heard, and the worker each waits for."""
-        sends = self._sends
-        return [] if self.finished else [(key, sends[key].peer) for key in self.unheard if key in sends]
+        with self._lock:
+            unheard = [] if self.finished else list(self._unheard.items())
+        return [(key, send.peer) for key, send in unheard if isinstance(send, SendNode)]
 
     # --- beginning ---
 
-    def begin(self, roots: list[tuple[Any, Tensor]] | None = None) -> None:
-        """Start. `roots` are edges and gradients, on the root only."""
+    def begin(self, roots: Roots | None = None) -> None:
+        """Start, on the root from what `backward` was given."""
         try:
-            if not self.finished:  # it may have been given up before it could start
-                self._begin(roots)
-                self.run()
-                if self.to_invite:
-                    self._invite_rest()
+            if self.finished:
+                return  # given up before it could start
+            sends, recvs, orphans, alone = self.context.snapshot(self.pass_id, self._late)
+            if self.context.participants - self.known:
+                self._spread({recv.peer for recv in recvs.values()} | set(orphans.values()))
+            entries: dict[MessageId, SendNode | Roots] = {**sends}
+            if roots is not None:
+                entries[ROOT] = roots
+                self._early.append((ROOT, roots.gradients))
+            for key in alone:
+                self.hear(key, None)
+            self.start(entries, recvs.values())
+            for message_id, peer in orphans.items():
+                self.service.tell(self, peer, message_id, None)
+            self.run()
+            if self.to_invite:
+                self._invite_rest()
         except Exception as error:
             self.fail(error)
-
-    def _begin(self, roots: list[tuple[Any, Tensor]] | None) -> None:
-        sends, recvs, orphans, alone = self.context.snapshot(self.pass_id, self._late)
-        self._sends = sends
-        if self.context.participants - self.known:
-            self._spread({recv.peer for recv in recvs.values()} | set(orphans.values()))
-        edges: dict[MessageId, Any] = {key: send.edges for key, send in sends.items()}
-        if roots is not None:
-            edges[ROOT] = [edge for edge, _ in roots]
-            self.hear(ROOT, [gradient for _, gradient in roots])
-        for key in alone:
-            self.hear(key, None)
-        self.start(edges, recvs.values())
-        for message_id, peer in orphans.items():
-            self.service.tell(self, peer, message_id, None)
 
     def _spread(self, will_hear: set[WorkerId]) -> None:
         """Bring in the participants that nobody else is known to tell. `will_hear` get a message of a Recv anyway."""
@@ -129,14 +135,12 @@ class Pass(LocalPass[MessageId]):
 
     def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
         """A Send of this worker has its gradients, which fit it (`Service.check`), or none will come."""
-        if torch.autograd._profiler_enabled() and key in self._sends:  # type: ignore[attr-defined]
-            with torch.autograd.profiler.record_function(self._sends[key].name()):
+        if _profiler_enabled() and (send := self.context.sends.get(key)) is not None:
+            with torch.autograd.profiler.record_function(send.name()):
                 self.hear(key, gradients)
         else:
             self.hear(key, gradients)
         if self._graph is not None:
-            if isinstance(gradients, list):
-                gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
             try:
                 self.run()
             except Exception as error:
@@ -149,22 +153,21 @@ class Pass(LocalPass[MessageId]):
             raise AutogradError(f"message {key} was sent after the pass had begun; its gradients were not used")
 
     def run(self) -> None:
-        """Run what may run, and see whether that was all."""
+        """Run what may run."""
         if self.context.profile is None:
-            super().run()
+            LocalPass.run(self)
         else:
             self.context.profile.run(super().run)
-        if not self.done:
-            if self._for_root:
-                self._send_for_root()  # there is more to wait for: let the root go on meanwhile
-            return
-        with self._lock:
-            if self.finished:
-                return
+        if self._for_root and not self.done:
+            self._send_for_root()  # there is more to wait for: let the root go on meanwhile
+
+    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        if LocalPass._all_has_run(self, gradients):
+            if gradients:
+                self.context.accumulate(gradients)
             self.finished = True
-        if self.gradients:
-            self.context.accumulate(self.gradients)
-        self._end()
+            self._end()
+        return self.done
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
         """A Recv has its gradients. They leave at once, unless they can go with the answer to the root very soon."""
@@ -211,7 +214,7 @@ class Pass(LocalPass[MessageId]):
     def fail(self, error: BaseException) -> None:
         """Give up. The first error counts."""
         with self._lock:
-            if self.finished:
+            if self.finished or self.done:
                 return
             self.finished = True
             self.error = error
@@ -234,11 +237,11 @@ class Pass(LocalPass[MessageId]):
     def _end(self) -> None:
         with self._lock:
             self._ended = True
-            actions, self._on_end = self._on_end, []
-            self._sends = {}
+            actions = self._on_end
             if self.error is not None:
                 self._for_root = []
-        if not actions and self._for_root:  # no answer that they could go with
+        if self._for_root and not actions:  # no answer that they could go with
             self._send_for_root()
         for action in actions:
             action(self)
+        self._on_end = []

@@ -18,11 +18,15 @@ edges in the form of torch's `next_functions`; a node without edges is a leaf.
 """
 
 import enum
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
+import msgspec
+
+K = TypeVar("K", bound=Hashable)
 N = TypeVar("N", bound=Hashable)
 Edges: TypeAlias = Sequence[tuple[N | None, int]]
+Part: TypeAlias = tuple[dict[N, None], Sequence[N]]  # what one Send reaches: nodes, and leaves
 
 
 class Way(enum.Enum):
@@ -48,18 +52,13 @@ class Region(Generic[N]):
         self.after: set[int] = set()
 
 
-class Batch(Generic[N]):
-    """What runs now. Of a `LAST` batch the nodes are not listed: they are all that have not run."""
+class Batch(msgspec.Struct, Generic[N], eq=False):
+    """What runs now, and which of its nodes may be Recvs. Of a `LAST` batch neither is listed: all that has not run."""
 
-    __slots__ = ("nodes", "recvs", "way")
-
-    def __init__(self, way: Way, nodes: Sequence[N], recvs: Sequence[N]) -> None:
-        self.way = way
-        self.nodes = nodes
-        self.recvs = recvs
-
-    def __repr__(self) -> str:
-        return f"<Batch {self.way.name}: {len(self.nodes)} nodes, {len(self.recvs)} recvs>"
+    way: Way
+    nodes: Collection[N] = ()
+    recvs: Iterable[N] = ()
+    leaves: Iterable[N] | None = None  # that a closed batch leads to, if that is known
 
 
 def mark(graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]]) -> dict[N, int]:
@@ -86,38 +85,37 @@ def mark(graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]]) -> dict[N, i
     return masks
 
 
-class Apart(Generic[N]):
+class Apart(Generic[K, N]):
     """The plan of the usual case: no two Sends reach the same node, leaves aside. What is heard may run, alone."""
 
-    __slots__ = ("_heard", "_parts", "_recvs")
+    __slots__ = ("_heard", "_parts")
 
-    def __init__(self, parts: Sequence[Sequence[N]], recvs: Iterable[N]) -> None:
-        """`parts` are the nodes that each Send reaches."""
+    def __init__(self, parts: Mapping[K, Part[N]]) -> None:
         self._parts = parts
-        self._recvs = recvs
-        self._heard: list[int] = []
+        self._heard: list[K] = []
 
-    def heard(self, bit: int) -> None:
-        """The Send of this bit has its gradients, or will have none."""
-        self._heard.append(bit)
+    def heard(self, key: K) -> None:
+        """The Send `key` has its gradients, or will have none."""
+        self._heard.append(key)
 
     def take(self) -> Batch[N] | None:
         """What may run before all has been heard."""
         if not self._heard:
             return None
-        nodes = [node for bit in self._heard for node in self._parts[bit]]
-        self._heard.clear()
-        if not nodes:
-            return None
-        inside = set(nodes)
-        return Batch(Way.CLOSED, nodes, [node for node in self._recvs if node in inside])
+        nodes, leaves = self._parts[self._heard.pop()]
+        while self._heard:
+            more_nodes, more_leaves = self._parts[self._heard.pop()]
+            nodes, leaves = nodes | more_nodes, [*leaves, *more_leaves]
+        return Batch(Way.CLOSED, nodes, nodes, leaves) if nodes else None
 
 
-class Plan(Generic[N]):
+class Plan(Generic[K, N]):
     """Which regions may run, as the Sends are heard: `heard` takes an event, `take` returns the next batch."""
 
-    def __init__(self, graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]], recvs: Iterable[N] = ()) -> None:
-        """`roots` are the nodes that the gradients of each Send enter at; `recvs` the nodes whose gradients leave."""
+    def __init__(self, graph: Mapping[N, Edges[N]], sends: Mapping[K, Iterable[N]], recvs: Iterable[N] = ()) -> None:
+        """`sends` are the nodes that the gradients of each Send enter at; `recvs` the nodes whose gradients leave."""
+        roots = list(sends.values())
+        self._bit_of = {key: bit for bit, key in enumerate(sends)}
         self._unheard = (1 << len(roots)) - 1
         self._ended = False
         self._regions: dict[int, Region[N]] = {}
@@ -126,8 +124,9 @@ class Plan(Generic[N]):
         if len(roots) > 1:  # one Send: its batch is the last one, and there is nothing to divide
             self._divide(graph, mark(graph, roots), recvs)
 
-    def heard(self, bit: int) -> None:
-        """The Send of this bit has its gradients, or will have none: `take` may have a batch now."""
+    def heard(self, key: K) -> None:
+        """The Send `key` has its gradients, or will have none: `take` may have a batch now."""
+        bit = self._bit_of[key]
         self._unheard &= ~(1 << bit)
         for region in self._of_bit[bit] if self._unheard else ():
             region.unheard -= 1
@@ -140,14 +139,15 @@ class Plan(Generic[N]):
             if self._ended:
                 return None
             self._ended = True
-            return Batch(Way.LAST, (), ())
+            return Batch(Way.LAST)
         way, chosen = self._choose() if self._ready else (Way.CUT, [])
         if not chosen:
             return None
         for region in chosen:
             region.ran = True
         self._ready = [region for region in self._ready if not region.ran]
-        return Batch(way, [n for r in chosen for n in r.nodes], [n for r in chosen for n in r.recvs])
+        nodes = dict.fromkeys([node for region in chosen for node in region.nodes])
+        return Batch(way, nodes, [node for region in chosen for node in region.recvs])
 
     def _choose(self) -> tuple[Way, list[Region[N]]]:
         """What runs now: first what leads nowhere else, then what leads to a Recv that is ready, cut off from the rest.

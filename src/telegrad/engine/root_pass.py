@@ -32,19 +32,18 @@ class RootPass(Pass):
 
     complete = False  # all are done: nothing can fail any more
     _open = 0  # requests without an answer
-    _attended: Slot | None = None  # the one whose answer the root is waiting for in person
     _waiting = False
     _told_of_error = False
+    _news: Wakeup | None = None  # made by the root before it sleeps; set when something was settled
 
     def __init__(
         self, service: "Service", context: Context, pass_id: PassId, retain_graph: bool, timeout: float
     ) -> None:
-        super().__init__(service, context, pass_id, service.here, retain_graph, ())
+        Pass.__init__(self, service, context, pass_id, service.here, retain_graph, ())
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._asked: list[Slot] = []
         self._named: set[WorkerId] = set()  # participants that others told of
-        self._news = Wakeup()  # set for the root, when something was settled
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         return False  # it has nobody to answer: gradients for its own Sends, of calls to itself, are told like others
@@ -57,7 +56,7 @@ class RootPass(Pass):
             self._open += 1
         try:
             slot = self.service.agent.send(
-                member, message, packed, timeout=0.0, what=self.what, complete=self._answered, attended=True
+                member, message, packed, timeout=0.0, what=self.what, complete=self._take_answer, attended=True
             )
         except BaseException:
             with self._lock:
@@ -68,17 +67,9 @@ class RootPass(Pass):
         if self._waiting:  # the root will not come for this reply in person
             slot.link.expect()
 
-    def _answered(self, slot: Slot) -> None:
-        """An answer came, or will not: called by the thread that reads, for all who wait for a reply of that worker.
-
-        With gradients hooks of the user may run, which may wait for a reply themselves: never in this thread."""
-        if slot.frame is not None and type(slot.frame.message) is PassDone and slot.frame.message.gradients:
-            if slot is not self._attended:
-                self.service.agent.io_threads.submit(lambda: self._take_answer(slot))
-        else:
-            self._take_answer(slot)
-
     def _take_answer(self, slot: Slot) -> None:
+        """An answer came, or will not: in the thread of the root, or in an I/O thread. With gradients hooks of the user
+        may run, and may wait for a reply themselves; neither thread reads a link meanwhile."""
         with self._lock:
             if slot.complete is None:
                 return  # another thread was first
@@ -97,19 +88,22 @@ class RootPass(Pass):
             self.fail(error)
         with self._lock:
             self._open -= 1
-        self._news.set()
+        if self._news is not None:
+            self._news.set()
 
     def _hear_with_answer(self, sender: Member, reply: PassDone, tensors: list[Tensor]) -> None:
         """Gradients that came with an answer, for Sends of this worker."""
-        if sum([sum(present) for _, present in reply.gradients]) != len(tensors):
-            raise AutogradError(f"{len(tensors)} gradients came with an answer that names others: {reply.gradients}")
         tensors.reverse()
         for message_id, present in reply.gradients:
+            if sum(present) > len(tensors):
+                raise AutogradError(f"fewer gradients came with an answer than it names: {reply.gradients}")
             # Taken out: a leaf keeps a gradient without a copy if nobody else holds it.
             gradients = [tensors.pop() if there else None for there in present] if present else None
             if not self.finished:  # else it was given up
                 self.service.check(self.context, message_id, sender.worker_id, gradients)
                 self.hear_and_run(message_id, gradients)
+        if tensors:
+            raise AutogradError(f"more gradients came with an answer than it names: {reply.gradients}")
 
     # --- waiting ---
 
@@ -145,11 +139,13 @@ class RootPass(Pass):
             if self.error is not None:
                 return
             slot.deadline = self._deadline
-            self._attended = slot
             slot.wait()
             self._take_answer(slot)
 
     def _sleep(self) -> None:
+        if self._news is None:  # whoever settles something from here on sets it; the caller looks again before it waits
+            self._news = Wakeup()
+            return
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise self._too_late()
@@ -168,8 +164,9 @@ class RootPass(Pass):
     # --- ending ---
 
     def _end(self) -> None:
-        super()._end()
-        self._news.set()
+        Pass._end(self)
+        if self._news is not None:
+            self._news.set()
 
     def fail(self, error: BaseException) -> None:
         """Give up, also if this worker's own part is done. The first error ends the pass everywhere, now: the root may

@@ -20,6 +20,8 @@ from torch import Tensor
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
+from telegrad.cuda import order
+from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
 from telegrad.engine.passes import Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
@@ -49,10 +51,13 @@ log = logging.getLogger("telegrad.engine")
 
 _SMALL = 32 * 1024
 _MOST_TEXT = 2000
+_ALL = [(True,) * count for count in range(8)]
 
 
 class Service(Layer):
     """The engine of one agent."""
+
+    recording: "Service | None" = None  # its other class, for passes beyond the first order (`higher/service.py`)
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -71,9 +76,15 @@ class Service(Layer):
 
     def open(self, context: Context, retain_graph: bool, timeout: float) -> RootPass:
         """A new pass whose root is here."""
-        pass_ = RootPass(self, context, PassId(next(self._pass_ids)), retain_graph, timeout)
+        pass_ = (RootPassOnLane if order.active else RootPass)(
+            self, context, PassId(next(self._pass_ids)), retain_graph, timeout
+        )
         self._enter(context, pass_)
         return pass_
+
+    def open_recording(self, context: Context, timeout: float) -> RootPass:
+        """A new pass whose root is here and whose gradients have a graph; of the layer that knows such passes."""
+        raise NotImplementedError
 
     def join(
         self, context: Context, pass_id: PassId, root: WorkerId, retain_graph: bool, known: Iterable[WorkerId]
@@ -82,7 +93,7 @@ class Service(Layer):
         latest = self._passes.get(context.context_id)
         if latest is not None and latest.pass_id == pass_id:
             return latest, False
-        pass_ = Pass(self, context, pass_id, root, retain_graph, known)
+        pass_ = (PassOnLane if order.active else Pass)(self, context, pass_id, root, retain_graph, known)
         entered = self._enter(context, pass_)
         return entered, entered is pass_
 
@@ -141,7 +152,7 @@ class Service(Layer):
 
     def tell(self, pass_: Pass, worker: WorkerId, message_id: MessageId, gradients: Gradients | None) -> None:
         """Give the peer of a Recv its gradients, or tell it that none will come."""
-        present = () if gradients is None else tuple([gradient is not None for gradient in gradients])
+        present, tensors = _to_send(gradients)
         message = PropagateGradients(
             AutogradMetadata(pass_.context.context_id, message_id),
             pass_.pass_id,
@@ -150,7 +161,6 @@ class Service(Layer):
             tuple(pass_.known),
             present,
         )
-        tensors = [] if gradients is None else [_to_send(gradient) for gradient in gradients if gradient is not None]
         self._request(pass_, worker, message, Packed(b"", tensors))
 
     def tell_too_late(self, pass_: Pass, worker: WorkerId, message_id: MessageId) -> None:
@@ -259,14 +269,11 @@ class Service(Layer):
         if ended.error is not None:
             self.agent.fail(request, ended.error)
             return
-        tensors: list[Tensor] = []
-        carried = []
-        for message_id, gradients in ended.take_for_root():
-            carried.append((message_id, tuple([gradient is not None for gradient in gradients or ()])))
-            tensors += [_to_send(gradient) for gradient in gradients or () if gradient is not None]
-        gradients = None  # so that memory that nobody else holds can go back without a copy
+        carried, packed = _carried(ended)
+        if order.active:
+            order.adopt(packed.tensors)  # if the pass had ended before, its streams are not this thread's
         participants = ended.context.participants | ended.known
-        self.agent.reply(request, PassDone(tuple(participants), tuple(carried)), Packed(b"", tensors))
+        self.agent.reply(request, PassDone(tuple(participants), carried), packed)
 
     def serve_too_late(self, request: Request) -> None:
         """The handler of `TooLateForPass`."""
@@ -342,9 +349,29 @@ def _ignore(slot: Slot) -> None:
     """A notice that fails concerns a worker that is gone, of which everyone hears by other means."""
 
 
-def _to_send(gradient: Tensor) -> Tensor:
-    """A gradient as it is cheapest to send: a small one in the plainest form; a large expanded one stays expanded."""
-    gradient = gradient.detach()
-    if gradient.layout is torch.strided and gradient.nbytes <= _SMALL:
-        return gradient.contiguous()
-    return gradient
+def _carried(ended: Pass) -> tuple[tuple[tuple[MessageId, tuple[bool, ...]], ...], Packed]:
+    """What goes with the answer to the root. Nobody else holds the gradients then, so that memory can go back."""
+    tensors: list[Tensor] = []
+    carried = []
+    for message_id, gradients in ended.take_for_root():
+        present, sent = _to_send(gradients)
+        carried.append((message_id, present))
+        tensors += sent
+    return tuple(carried), Packed(b"", tensors)
+
+
+def _to_send(gradients: Gradients | None) -> tuple[tuple[bool, ...], list[Tensor]]:
+    """Which gradients there are, and each as it is cheapest to send: a small one in the plainest form; a large expanded
+    one stays expanded."""
+    tensors: list[Tensor] = []
+    if gradients is None:
+        return (), tensors
+    for gradient in gradients:
+        if gradient is not None:
+            plain = gradient.detach()
+            if not plain.is_contiguous() and plain.layout is torch.strided and plain.nbytes <= _SMALL:
+                plain = plain.contiguous()
+            tensors.append(plain)
+    if len(tensors) == len(gradients):
+        return _ALL[len(tensors)] if len(tensors) < len(_ALL) else (True,) * len(tensors), tensors
+    return tuple([gradient is not None for gradient in gradients]), tensors

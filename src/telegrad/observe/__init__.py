@@ -14,13 +14,15 @@ from telegrad.observe.profiling.merging import install as install_profiling
 from telegrad.observe.profiling.remote import Profiler
 from telegrad.observe.service import Observation
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.job.debug_waits import Waits
 
 if TYPE_CHECKING:
+    from telegrad.observe.explanation import explain
     from telegrad.observe.timeline.recording import record
 
-__all__ = ["install", "record"]
+__all__ = ["explain", "install", "record"]
 
-_LAZY = {"record": "timeline.recording"}
+_LAZY = {"explain": "explanation", "record": "timeline.recording"}
 
 
 def __getattr__(name: str) -> Any:
@@ -30,8 +32,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _explain() -> str:
+    return str(importlib.import_module(f"{__name__}.explanation").explain())
+
+
 def install(agent: Agent) -> None:
     """Let an agent answer questions about itself."""
     agent.install(Observation(agent))
     agent.install(Profiler(agent))
+    agent.layer(Waits).describe = _explain  # what SIGUSR1 prints
     install_profiling()

@@ -16,7 +16,10 @@ from telegrad.rpc.job.lifecycle import init_rpc, shutdown
 from telegrad.rpc.options import RpcBackendOptions, as_timeout
 from telegrad.rpc.patterns.batch import batch
 from telegrad.rpc.patterns.many import as_completed, gather, get_worker_infos, map
+from telegrad.rpc.trust.exports import Limits, export, withdraw
 from telegrad.rpc.workers import WorkerInfo
+from telegrad.transport.tls import Tls
+from telegrad.wire.plain import register_dataclass
 
 if TYPE_CHECKING:
     from telegrad.rref.reference import RRef, remote
@@ -24,12 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Future",
+    "Limits",
     "RRef",
     "RpcBackendOptions",
+    "Tls",
     "WorkerInfo",
     "as_completed",
     "batch",
     "debug_waits",
+    "export",
     "functions",
     "gather",
     "get_rpc_timeout",
@@ -38,12 +44,14 @@ __all__ = [
     "init_rpc",
     "is_available",
     "map",
+    "register_dataclass",
     "remote",
     "rpc_async",
     "rpc_sync",
     "set_rpc_timeout",
     "shutdown",
     "stream",
+    "withdraw",
 ]
 
 _FROM_ABOVE = {"RRef": "telegrad.rref", "remote": "telegrad.rref", "stream": "telegrad.rref.stream"}

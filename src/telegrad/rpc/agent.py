@@ -8,25 +8,24 @@ and is told what happens. Who the others are is kept in `peers/peers.py`, how co
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from telegrad.rpc.client.link import Dialled, Link, Unanswered
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.client.replies import reply_frame, reply_tensors
+from telegrad.rpc.devices import Placement
 from telegrad.rpc.futures import Future
-from telegrad.rpc.job.member_log import MemberLog
 from telegrad.rpc.layer import OnReply
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.peers.connect import Connector
-from telegrad.rpc.peers.liveness import Liveness
-from telegrad.rpc.peers.peers import Peers
+from telegrad.rpc.peers.heartbeat import Heartbeat
+from telegrad.rpc.peers.idle_memory import IdleMemory
+from telegrad.rpc.peers.peers import MemberRecords, Peers
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
-from telegrad.rpc.server.session import Session
-from telegrad.rpc.threads.wakeup import Wakeup
-from telegrad.rpc.threads.yield_turn import blocking
+from telegrad.rpc.server.thread_watch import ThreadWatch
 from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.tls import TlsEnds
@@ -34,13 +33,16 @@ from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import AnyMessage, Goodbye
 
-if TYPE_CHECKING:
-    from telegrad.rpc.job.store_recovery import StoreRecovery
-
 log = logging.getLogger("telegrad.rpc")
 
 _NOTHING = Packed(b"", [])
-_LONG = 3600.0
+
+
+class Closable(Protocol):
+    """Something that ends with the agent's part in a job."""
+
+    def close(self) -> None:
+        """End."""
 
 
 class Agent:
@@ -52,7 +54,7 @@ class Agent:
         secret: bytes,
         options: RpcBackendOptions,
         listeners: Listeners,
-        place: MemberLog | None = None,
+        place: MemberRecords | None = None,
         tls: TlsEnds | None = None,
     ) -> None:
         self.member = member
@@ -61,20 +63,27 @@ class Agent:
         self.rpc_timeout = options.rpc_timeout
         self.directory = Directory()
         self.directory.update([member])
-        self.place = place
-        self.store_recovery: StoreRecovery | None = None
+        self.store_recovery: Closable | None = None  # of the job that this worker is in
         self.runtime = runtime = Runtime(self.info, options)
+        runtime.placement = Placement(options, member)
         self.io_threads, self.timer, self.layers = runtime.io_threads, runtime.timer, runtime.layers
         self.install, self.layer, self.find_layer = self.layers.install, self.layers.layer, self.layers.find
-        self.liveness = Liveness(self)
-        self.install(self.liveness)
         self.world_size: int | None = None
         self._lock = threading.Lock()
-        self.peers = peers = Peers(self)
-        self.connector = Connector(self, secret, listeners, tls)
+        self.peers = peers = Peers(runtime, self, member, self.directory)
+        peers.member_log = place
+        self.connector = Connector(runtime, member, self.directory, peers, secret, listeners, tls)
+        self.heartbeat = Heartbeat(runtime, member, self.directory, peers)
+        self.install(self.heartbeat)
+        self.thread_watch = ThreadWatch(runtime, peers.sessions)
+        self.idle_memory = IdleMemory(runtime, peers)
         # Bound, so that no call pays for a step in between.
         self.find, self.link = peers.find, peers.link
-        self.lost, self.is_dead = peers.lost, peers.is_dead
+        self.lost, self.unanswered = peers.lost, peers.unanswered
+        self.is_dead: Callable[[Member], bool] = peers.is_dead
+        self.link_lost, self.session_lost = self.heartbeat.link_lost, self.heartbeat.session_lost
+        self.said_goodbye, self.caller_said_goodbye = peers.said_goodbye, peers.caller_said_goodbye
+        self.session_active = self.thread_watch.wake
         self.links = peers.by_name
 
     def __repr__(self) -> str:
@@ -85,6 +94,21 @@ class Agent:
         """Start the threads and begin to accept connections."""
         self.runtime.start()
         self.connector.open()
+
+    def watch_peers(self) -> None:
+        """All have met: begin to ask silent workers whether they live, and to return idle memory."""
+        self.heartbeat.start()
+        self.thread_watch.start()
+        self.idle_memory.start()
+
+    @property
+    def place(self) -> MemberRecords | None:
+        """The log of members where this worker met the others; None once it has left."""
+        return self.peers.member_log
+
+    @place.setter
+    def place(self, place: MemberRecords | None) -> None:
+        self.peers.member_log = place
 
     @property
     def closing(self) -> bool:
@@ -128,18 +152,6 @@ class Agent:
         slot.wait()
         return self.reply_frame(slot).message
 
-    def ask_patiently(
-        self, member: Member, message: AnyMessage, *, timeout: float, what: Callable[[], str]
-    ) -> AnyMessage:
-        """The same for what may take for ever. Whoever waits in person reads the link for all, and each reply to others
-        would have to pass through a thread that sleeps most of the time; this one leaves the reading to them."""
-        wakeup = Wakeup()
-        slot = self.send(member, message, timeout=timeout, what=what, complete=lambda _: wakeup.set())
-        while not slot.done:
-            with blocking():
-                wakeup.wait(_LONG)
-        return self.reply_frame(slot).message
-
     def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
         """A notice, which has no reply. A lazy one goes with the next message to that worker, or a few ms later."""
         self.link(member).notify(message, lazy)
@@ -166,35 +178,11 @@ class Agent:
         """Answer a request with an error."""
         request.fail(error)
 
-    # --- what links and sessions tell ---
+    # --- what links and sessions tell: most of it is bound above ---
 
     def dial(self, link: Link, deadline: float) -> Dialled | Unanswered:
         """A new connection for a link."""
         return self.connector.dial(link.member, link.number, link.ticket, link.expect, deadline)
-
-    def link_lost(self, link: Link) -> None:
-        """A connection this worker had dialled ended."""
-        if self.closing:
-            link.close()
-        else:
-            self.io_threads.attend(lambda: self.liveness.revive(link))
-
-    def said_goodbye(self, member: Member) -> None:
-        """A worker that this one calls leaves."""
-        self.peers.said_goodbye(member)
-
-    def session_active(self) -> None:
-        """A session is being served: see that no thread keeps it for long."""
-        self.liveness.watch()
-
-    def session_lost(self, session: Session) -> None:
-        """A connection another worker had dialled ended."""
-        if not self.closing:
-            self.liveness.caller_lost(session)
-
-    def caller_said_goodbye(self, member: Member) -> None:
-        """A worker that calls this one leaves."""
-        self.peers.caller_said_goodbye(member)
 
     # --- the end ---
 
@@ -205,8 +193,8 @@ class Agent:
         served = [what for session in self.peers.sessions() for what in session.under_way()]
         return asked + served
 
-    def close(self, farewell: bool = True) -> None:
-        """End everything this agent owns."""
+    def close(self, farewell: bool = True, exited: bool = False) -> None:
+        """End everything this agent owns; `exited` tells the others that its program ended without a shutdown."""
         with self._lock:
             if self.closing:
                 return
@@ -214,7 +202,7 @@ class Agent:
         for layer in self.layers:
             layer.on_close()
         if farewell:
-            goodbye = Goodbye(self.member.incarnation)
+            goodbye = Goodbye(self.member.incarnation, exited)
             for session in self.peers.sessions():
                 session.farewell(goodbye)
             for link in self.peers.links():

@@ -17,8 +17,9 @@ from telegrad.rpc.layer import Layer, OnReply
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.remote_errors import hide_own_frames
+from telegrad.rpc.trust.exports import exported_name
 from telegrad.rpc.workers import Member, WorkerInfo
-from telegrad.wire.codec import EMPTY_CALL, Packed, is_flat, pack_flat, unpack
+from telegrad.wire.codec import EMPTY_CALL, Packed, is_flat, pack_flat, pack_plain, unpack
 from telegrad.wire.frames import Kind
 from telegrad.wire.messages import AnyMessage, PythonCall
 
@@ -46,12 +47,14 @@ class CallProfiler(Layer):
 
 def name_of(func: Any) -> str:
     """How a function is called in errors and traces."""
+    if type(func) is str:
+        return func
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
 
 
 def check_call(func: Any, args: Any, kwargs: Any) -> None:
     """Raise TypeError for what cannot be called so."""
-    if not callable(func):
+    if not callable(func) and (type(func) is not str or not func):  # text is the name of an exported function
         raise TypeError(f"function should be callable, got {func!r}")
     if args is not None and type(args) is not tuple and not isinstance(args, Sequence):
         raise TypeError(f"args must be a tuple or a list, got {args!r}; for one argument write args=(x,)")
@@ -82,6 +85,8 @@ def start_call(
     if timeout == UNSET_RPC_TIMEOUT:
         timeout = agent.rpc_timeout
     args = tuple(args) if args else ()
+    if agent.layers.plain:
+        func = exported_name(func)
     known = link.functions.known.get(func) if isinstance(func, BY_NAME) else None
     definition = b""  # of the function, if the other side does not know it yet
     if known is not None:
@@ -95,7 +100,12 @@ def start_call(
     else:
         value = (args, kwargs or {}) if number else (sendable(func), args, kwargs or {})
         flat = pack_flat(value)
-        packed = pack_counted(agent.layers, link.member, value, link.main_by_value) if flat is None else flat
+        if flat is not None:
+            packed = flat
+        elif type(func) is str:  # an exported function may be that of a worker which takes nothing pickled
+            packed = pack_plain(value)
+        else:
+            packed = pack_counted(agent.layers, link.member, value, link.main_by_value)
     slot = start_request(
         agent,
         link,
@@ -171,6 +181,8 @@ def value_of(slot: Slot) -> Any:
         except BaseException:
             discard(slot.link.runtime.layers, slot.link.member, payload, tensors)
             raise
+    elif tensors and slot.link.runtime.layers.on_plain_reply is not None:
+        tensors = slot.link.runtime.layers.on_plain_reply(slot.what, tensors)
     if is_flat(payload):
         return unpack(payload, tensors)
     return unpack_from(slot.link.runtime.layers, slot.link.member, payload, tensors) if len(payload) else None
@@ -194,6 +206,16 @@ def link_to(agent: Agent, to: Worker) -> Link:
     return link if link is not None and link.current is not None else agent.link(agent.find(to))
 
 
+@overload
+def rpc_sync(
+    to: Worker,
+    func: str,
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    retries: int = 0,
+) -> Any: ...
 @overload
 def rpc_sync(
     to: Worker,
@@ -266,7 +288,7 @@ def rpc_sync(
 ) -> T: ...
 def rpc_sync(
     to: Worker,
-    func: Callable[..., Any],
+    func: Callable[..., Any] | str,
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
@@ -278,6 +300,7 @@ def rpc_sync(
     Args:
         to: name, rank or WorkerInfo of the worker; may be this one.
         func: anything callable that can be sent; a function of a module both workers can import is sent by name.
+            Text is the name under which the worker has exported a function (`rpc.export`).
             An `async def` function is awaited on the other worker.
         timeout: seconds to wait; 0 for no limit. By default the `rpc_timeout` of the options.
         retries: how often to run the call again if the worker dies meanwhile; only for functions that may run twice.
@@ -303,6 +326,10 @@ def rpc_sync(
             raise
 
 
+@overload
+def rpc_async(
+    to: Worker, func: str, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Future[Any]: ...
 @overload
 def rpc_async(
     to: Worker,
@@ -354,7 +381,11 @@ def rpc_async(
     to: Worker, func: Callable[..., T], args: list[Any], kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future[T]: ...
 def rpc_async(
-    to: Worker, func: Callable[..., Any], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Worker,
+    func: Callable[..., Any] | str,
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
     """Like `rpc_sync`, but returns a Future at once; it can be waited for, awaited, and given callbacks."""
     check_call(func, args, kwargs)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from telegrad.errors import CallRefused
 from telegrad.rpc.layer import Layers
 from telegrad.rpc.workers import Member
-from telegrad.wire.codec import Packed, is_flat, pack_flat, pack_object, unpack
+from telegrad.wire.codec import Packed, is_flat, pack_flat, pack_object, pack_plain, unpack
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -56,6 +57,8 @@ def pack_for(layers: Layers, peer: Member, value: Any, main_by_value: bool) -> P
 
 def pack_counted(layers: Layers, peer: Member, value: Any, main_by_value: bool) -> Packed:
     """The same for one that is not tensors and numbers alone: there may be something in it that is counted."""
+    if layers.plain:
+        return pack_plain(value)
     crossing = Crossing(layers, peer)
     before, local.crossing = local.crossing, crossing
     try:
@@ -73,6 +76,8 @@ def unpack_from(layers: Layers, peer: Member, payload: Any, tensors: list[torch.
     """Unpack a value that came from `peer`."""
     if is_flat(payload):
         return unpack(payload, tensors)
+    if layers.plain:
+        raise CallRefused("rule 'no pickle': a value came pickled; it was not read")
     crossing = Crossing(layers, peer)
     before, local.crossing = local.crossing, crossing
     try:
@@ -95,6 +100,8 @@ def discard(layers: Layers, peer: Member, payload: Any, tensors: list[torch.Tens
 
 
 def _discard(crossing: Crossing, payload: Any, tensors: list[torch.Tensor]) -> None:
+    if crossing.layers.plain:
+        return  # nothing pickled is ever read, and plain data has nothing that was counted
     for layer in crossing.layers:
         try:
             layer.on_discard(payload, tensors)

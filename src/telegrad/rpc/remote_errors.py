@@ -6,8 +6,10 @@ the user's code. `TELEGRAD_TRACEBACK=full` on a worker shows all of its frames. 
 `RemoteError` stands for it.
 """
 
+import logging
 import os
 import re
+import secrets
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +17,17 @@ from typing import Any
 
 import torch
 
-from telegrad.errors import RemoteError
+from telegrad import errors
+from telegrad.errors import RemoteError, TelegradError
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.wire.codec import pack, unpack
 from telegrad.wire.messages import ExceptionReply
 from telegrad.wire.tensors import disassemble
 
+log = logging.getLogger("telegrad.rpc")
+
 _MAX_TEXT = 200_000
+_MAX_SHORT = 1000
 _MOST_FRAMES = 5  # of one worker; more are counted, not shown
 _OWN_CODE = str(Path(__file__).parents[1]) + os.sep
 # How a module is called: two frames for each module on the way, which say nothing.
@@ -50,6 +56,17 @@ def describe_exception(error: BaseException, here: WorkerInfo) -> tuple[Any, ...
     except Exception:  # whatever it holds that cannot be sent, the reply must leave
         return message, b"", (), ()
     return message, packed.payload, tensors, memory
+
+
+def describe_in_short(error: BaseException, here: WorkerInfo) -> tuple[Any, ...]:
+    """The same for a peer that is not trusted: nothing pickled, no source, and no text but Telegrad's own. What a
+    user's function said may have been about its data: it is logged here, under a number that the peer is told."""
+    text = _shown(str, error)
+    if not isinstance(error, TelegradError):
+        incident = secrets.token_hex(4)
+        log.warning("incident %s, of which a peer was told only the number:", incident, exc_info=error)
+        text = f"its text stays there; ask its owner about incident {incident}"
+    return ExceptionReply(here.name, type(error).__qualname__, text[:_MAX_SHORT], ""), b"", (), ()
 
 
 def _section(error: BaseException) -> Iterator[str]:
@@ -157,6 +174,8 @@ def rebuild_exception(message: ExceptionReply, payload: Any, tensors: list[torch
             error = unpack(payload, tensors)
         except Exception:
             error = None  # its class does not exist here, or does not like to be rebuilt
+    if error is None and not message.traceback:
+        return _rebuild_short(message)
     if not isinstance(error, Exception):
         error = RemoteError(
             f"{message.type_name} on worker {message.worker!r}: {message.text}\n"
@@ -165,6 +184,15 @@ def rebuild_exception(message: ExceptionReply, payload: Any, tensors: list[torch
     notes = [note for note in getattr(error, "__notes__", ()) if not isinstance(note, RemoteNote)]
     error.__notes__ = [*notes, RemoteNote(message.traceback)]
     return error  # type: ignore[no-any-return]
+
+
+def _rebuild_short(message: ExceptionReply) -> Exception:
+    """The error of a worker that says no more than its type and a text: one of Telegrad's own keeps its type."""
+    text = f"{message.text}\nOn worker {message.worker!r}"
+    kind = getattr(errors, message.type_name, None) if message.type_name.isidentifier() else None
+    if isinstance(kind, type) and issubclass(kind, TelegradError):
+        return kind(text)
+    return RemoteError(f"{message.type_name} on worker {message.worker!r}: {message.text}")
 
 
 def raised_on(error: BaseException) -> int | None:

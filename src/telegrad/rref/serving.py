@@ -64,7 +64,7 @@ def serve_creation(references: References, request: Request) -> None:
 
     def failed(error: BaseException) -> None:
         agent.reply(request, Ack())
-        value.fail(RemoteFailure(error, agent.info))
+        value.fail(RemoteFailure(request.describe(error)))
 
     try:
         result = agent.layer(CallService).run(request, call)

@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.storage import TypedStorage
 
 from telegrad.errors import ProtocolError, SerializationError
+from telegrad.wire import plain
 from telegrad.wire.blame import blame
 from telegrad.wire.segments import Segment, segment_view
 from telegrad.wire.subclasses import put_together, take_apart
@@ -33,8 +34,8 @@ from telegrad.wire.subclasses import put_together, take_apart
 Reduce = Callable[[Any], tuple[Any, ...]]
 FindClass = Callable[[str, str], Any]
 
-_NONE, _EMPTY_CALL, _TENSOR, _FLAT_TUPLE, _FLAT_CALL, _PICKLE, _PICKLE_AND_BUFFERS = range(7)
-_FLAT_FORMS = range(_PICKLE)
+_NONE, _EMPTY_CALL, _TENSOR, _FLAT_TUPLE, _FLAT_CALL, _PICKLE, _PICKLE_AND_BUFFERS, _PLAIN = range(8)
+_FLAT_FORMS = frozenset({*range(_PICKLE), _PLAIN})  # those in which nothing is pickled
 _PAYLOAD_NONE, _PAYLOAD_EMPTY_CALL, _PAYLOAD_TENSOR = bytes([_NONE]), bytes([_EMPTY_CALL]), bytes([_TENSOR])
 _BUFFER_COUNT = struct.Struct("<I")
 # Below this a buffer costs less inside the pickle than as an entry of the table.
@@ -95,6 +96,15 @@ def pack_object(value: Any, *, main_by_value: bool = False) -> Packed:
         return _pack_with_cloudpickle(value, main_by_value)
 
 
+def pack_plain(value: Any) -> Packed:
+    """Take a value apart without pickling anything; SerializationError for what needs it."""
+    flat = pack_flat(value)
+    if flat is not None:
+        return flat
+    raw, tensors = plain.encode(value)
+    return Packed(bytes((_PLAIN,)) + raw, tensors)
+
+
 EMPTY_CALL = Packed(_PAYLOAD_EMPTY_CALL, [])  # of a function without arguments
 
 
@@ -113,7 +123,7 @@ def pack_flat(value: Any) -> Packed | None:
 
 
 def is_flat(payload: Any) -> bool:
-    """Whether a payload was made by `pack_flat`."""
+    """Whether nothing in a payload is pickled."""
     return len(payload) > 0 and payload[0] in _FLAT_FORMS
 
 
@@ -131,6 +141,8 @@ def unpack(payload: Any, tensors: Sequence[Tensor], *, find_class: FindClass | N
         if len(tensors) != 1:
             raise ProtocolError(f"a payload of one tensor came with {len(tensors)}")
         return tensors[0]
+    if form == _PLAIN:
+        return plain.decode(payload[1:], tensors)
     if form in (_PICKLE, _PICKLE_AND_BUFFERS):
         return _load(payload, tensors, find_class)
     raise ProtocolError(f"unknown payload form {form}" if len(payload) else "a payload of no bytes")

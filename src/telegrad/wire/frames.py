@@ -25,6 +25,7 @@ MAGIC = b"Tg"
 VERSION = 1
 HEADER = struct.Struct("<2sBBIQQQQ")  # magic, version, kind, head, payload, data lengths, request id, ack
 _HEADER_SIZE = HEADER.size
+_pack_header = HEADER.pack
 ALIGNMENT = 64
 INLINE = -1  # the block number of a segment that travels in the frame itself
 _RETURNED = -2  # those from here down are the receiver's own blocks, which come back
@@ -46,7 +47,7 @@ class Kind(IntEnum):
 
 # How the header of a frame of each kind begins, and the rest of it: what is read of every frame.
 _KINDS = {MAGIC + bytes([VERSION, kind]): int(kind) for kind in Kind}
-_FIELDS = struct.Struct("<4sIQQQQ")
+_unpack_fields = struct.Struct("<4sIQQQQ").unpack_from
 
 
 class SegmentSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -74,36 +75,21 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     segments: tuple[SegmentSpec, ...]
 
 
-class Frame:
+class Frame(msgspec.Struct, eq=False):
     """One received message. `data` holds the inline segments, or the bytes of small tensors, which have no segments;
     `buffers` is one writable buffer per segment, once the connection has found them."""
 
-    __slots__ = (
-        "ack",
-        "buffers",
-        "data",
-        "data_offset",
-        "kind",
-        "message",
-        "payload",
-        "request_id",
-        "segments",
-        "tensors",
-    )
-
-    def __init__(
-        self, kind: int, request_id: int, ack: int, head: Head, payload: Any, data: Any, data_offset: int
-    ) -> None:
-        self.kind = kind
-        self.request_id = request_id
-        self.ack = ack
-        self.message = head.message
-        self.tensors = head.tensors
-        self.segments = head.segments
-        self.payload = payload
-        self.data = data
-        self.data_offset = data_offset
-        self.buffers: list[memoryview] | tuple[()] = ()
+    kind: int
+    request_id: int
+    ack: int
+    message: AnyMessage
+    tensors: tuple[TensorSpec, ...]
+    segments: tuple[SegmentSpec, ...]
+    payload: Any
+    data: Any
+    data_offset: int
+    buffers: Sequence[Any] = ()
+    arrived: int = 0  # set by who reads it, where the order of work on a GPU depends on it
 
     def take_tensors(self) -> list[Tensor]:
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""
@@ -141,7 +127,23 @@ def encode_prefix(
 ) -> bytes:
     """Header and head of a frame; the caller sends payload and inline segments right behind it."""
     head = _encode_head((message, tensors, segments))
-    return HEADER.pack(MAGIC, VERSION, kind, len(head), payload_bytes, data_bytes, request_id, ack) + head
+    return _pack_header(MAGIC, VERSION, kind, len(head), payload_bytes, data_bytes, request_id, ack) + head
+
+
+def encode_small(
+    kind: int,
+    request_id: int,
+    ack: int,
+    message: AnyMessage,
+    payload: bytes,
+    tensors: Sequence[TensorSpec],
+    data: bytes,
+) -> bytes:
+    """A whole frame whose tensors, if there are any, are small: their bytes follow the payload."""
+    head = _encode_head((message, tensors, ()))
+    return (
+        _pack_header(MAGIC, VERSION, kind, len(head), len(payload), len(data), request_id, ack) + head + payload + data
+    )
 
 
 def align(offset: int, alignment: int = ALIGNMENT) -> int:
@@ -179,7 +181,8 @@ class FrameReader:
             return self._large_view[self._large_filled :]
         if self._start == self._end:
             self._start = self._end = 0
-        elif self._end > READ_SIZE // 2:
+            return self._view
+        if self._end > READ_SIZE // 2:
             remaining = self._buffer[self._start : self._end]
             self._view[: len(remaining)] = remaining
             self._start, self._end = 0, len(remaining)
@@ -197,27 +200,29 @@ class FrameReader:
             self._large_view = self._view[:0]
             frames.append(_frame_in_place(fields, memory, start))
             return frames
-        self._end += count
-        buffer, view, limit, start = self._buffer, self._view, self._end, self._start
+        start = self._start
+        self._end = limit = self._end + count
         while start + _HEADER_SIZE <= limit:
-            fields = _FIELDS.unpack_from(buffer, start)
+            fields = _unpack_fields(self._buffer, start)
             kind, head_bytes, payload_bytes, data_bytes, request_id, ack = fields
+            begin = start + _HEADER_SIZE
             total = head_bytes + payload_bytes + data_bytes
             if kind not in _KINDS or head_bytes > MAX_HEAD or total > self._max_frame:
                 raise self._refusal(start)
-            begin = start + _HEADER_SIZE
-            start = begin + total
-            if start > limit:
+            if begin + total > limit:
                 if _HEADER_SIZE + total > READ_SIZE // 2:
                     self._begin_large(fields, begin, total)
                 break
             middle = begin + head_bytes
             end = middle + payload_bytes
-            payload = bytes(view[middle:end]) if payload_bytes else b""
+            self._start = start = end + data_bytes
+            head = decode_head(self._view[begin:middle])
+            payload = bytes(self._view[middle:end]) if payload_bytes else b""
             # Tensors will alias this copy, so the buffer itself is free to be read into again.
-            data = buffer[end:start] if data_bytes else None
-            frames.append(Frame(_KINDS[kind], request_id, ack, decode_head(view[begin:middle]), payload, data, 0))
-            self._start = start
+            data = self._buffer[end:start] if data_bytes else None
+            frames.append(
+                Frame(_KINDS[kind], request_id, ack, head.message, head.tensors, head.segments, payload, data, 0)
+            )
         return frames
 
     def _refusal(self, start: int) -> ProtocolError:
@@ -253,7 +258,8 @@ def _frame_in_place(fields: tuple[Any, ...], memory: Any, start: int) -> Frame:
     middle = start + head_bytes
     end = middle + payload_bytes
     head = decode_head(view[start:middle])
-    return Frame(_KINDS[kind], request_id, ack, head, view[middle:end], memory, end)
+    payload = view[middle:end]
+    return Frame(_KINDS[kind], request_id, ack, head.message, head.tensors, head.segments, payload, memory, end)
 
 
 def decode_head(raw: Any) -> Head:

@@ -8,7 +8,7 @@ from ctypes import string_at
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, frombuffer
 from torch.nn import Parameter
 
 from telegrad.errors import ProtocolError
@@ -44,7 +44,6 @@ def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] 
     specs: list[TensorSpec] = []
     pieces: list[bytes] = []
     left = MOST_BYTES
-    storages = set()
     try:
         for tensor in tensors:
             if not is_plain(tensor):
@@ -55,15 +54,17 @@ def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] 
             spec = _spec(tensor.dtype, tensor.shape, tensor.requires_grad, type(tensor) is Parameter)
             if left < 0 or not address or not nbytes or spec is None:
                 return None
-            if len(tensors) > 1:
-                storages.add(tensor.untyped_storage()._cdata)
             specs.append(spec)
             pieces.append(string_at(address, nbytes))
             if nbytes % _ALIGNMENT:
                 pieces.append(_PADDING[nbytes % _ALIGNMENT :])
     except RuntimeError:
         return None  # torch refused to show this tensor's memory; the general way tells why
-    return (specs, b"".join(pieces)) if len(tensors) == 1 or len(storages) == len(tensors) else None
+    if len(specs) == 1:
+        return specs, pieces[0]
+    if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(specs):
+        return None
+    return specs, b"".join(pieces)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,21 +84,21 @@ def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[T
     tensors: list[Tensor] = []
     present = len(data)
     for spec in specs:
-        dtype, count, nbytes = _plain_form(spec)
+        dtype, count, nbytes, shape, flags = _plain_form(spec)
         if offset + nbytes > present:
             raise ProtocolError(f"a tensor of {nbytes} bytes begins at byte {offset} of {present}")
-        tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
-        shape = spec.shape
-        if len(shape) != 1:
-            tensor.resize_(shape) if not shape else tensor.resize_(*shape)  # same size: only the shape changes
-        tensors.append(finish(tensor, spec.flags) if spec.flags else tensor)
+        tensor = frombuffer(data, dtype=dtype, count=count, offset=offset)
+        if shape is not None:
+            tensor.resize_(shape)  # same size: only the shape changes
+        tensors.append(finish(tensor, flags) if flags else tensor)
         offset += nbytes + -nbytes % _ALIGNMENT
     return tensors
 
 
 @functools.lru_cache(maxsize=4096)
-def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int]:
-    """The dtype, the number of elements and of bytes of a tensor that `describe_small` could have described."""
+def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, torch.Size | None, int]:
+    """The dtype, the number of elements and of bytes, the shape unless that is one dimension, and the flags of a tensor
+    that `describe_small` could have described."""
     dtype = dtype_of(spec.dtype)
     nbytes = checked_size(spec.shape, dtype)
     general = TensorSpec(0, spec.dtype, spec.shape, (), 0, NO_SEGMENT, spec.flags)
@@ -105,4 +106,5 @@ def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int]:
         raise ProtocolError(f"the bytes of a tensor came in the plainest form, which cannot hold it: {spec}")
     if not 0 <= spec.flags <= _REQUIRES_GRAD | _PARAMETER:
         raise ProtocolError(f"unknown flags {spec.flags:#x} of a tensor")
-    return dtype, nbytes // dtype.itemsize, nbytes
+    shape = torch.Size(spec.shape) if len(spec.shape) != 1 else None
+    return dtype, nbytes // dtype.itemsize, nbytes, shape, spec.flags

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from telegrad.rpc.trust.exports import definition_of
 from telegrad.wire.codec import pack
 
-BY_NAME = (FunctionType, BuiltinFunctionType, type)  # what may have a number
+BY_NAME = (FunctionType, BuiltinFunctionType, type, str)  # what may have a number
 NOT_NUMBERED = 0
 _MAX_FUNCTIONS = 4096
 
@@ -27,7 +28,10 @@ class FunctionTable:
         self._numbers = itertools.count(NOT_NUMBERED + 1)
 
     def define(self, func: Any, main_by_value: bool) -> tuple[int, bytes]:
-        """A number and a definition for a function; NOT_NUMBERED for one that cannot be found by name."""
+        """A number and a definition for a function; NOT_NUMBERED for one that cannot be found by name. Text is the name
+        that the other worker has exported one under."""
+        if type(func) is str:
+            return next(self._numbers), definition_of(func)
         by_name = isinstance(func, BY_NAME) and "<" not in getattr(func, "__qualname__", "<")
         if not by_name or len(self.known) >= _MAX_FUNCTIONS:
             return NOT_NUMBERED, b""

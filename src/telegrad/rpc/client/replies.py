@@ -18,7 +18,8 @@ def reply_frame(slot: Slot) -> Frame:
     if frame.kind == Kind.FAILURE:
         if type(frame.message) is not ExceptionReply:
             raise ProtocolError(f"a failure came without an exception: {frame}")
-        raise rebuild_exception(frame.message, frame.payload, frame.take_tensors())
+        payload = b"" if slot.link.runtime.layers.plain else frame.payload
+        raise rebuild_exception(frame.message, payload, frame.take_tensors())
     return frame
 
 

@@ -14,16 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from telegrad.cuda import order
 from telegrad.errors import TelegradError
+from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request
 from telegrad.wire.messages import DebugWaits, WaitsReply
-
-if TYPE_CHECKING:
-    from telegrad.rpc.agent import Agent
 
 _ANSWER_SECONDS = 2.0
 _NOBODY = -1
@@ -56,7 +55,7 @@ def debug_waits(cluster: bool = False) -> str:
     return "\n".join(lines) or "no worker waits for anything"
 
 
-def waits_of(agent: "Agent") -> list[Wait]:
+def waits_of(agent: Agent) -> list[Wait]:
     """What the worker of an agent waits for."""
     now = time.monotonic()
     waits = [
@@ -72,9 +71,25 @@ def waits_of(agent: "Agent") -> list[Wait]:
         for kind, since in session.served():
             if kind is not DebugWaits:
                 waits.append(Wait(f"serves a {kind.__name__} of {session.member.name}, for {now - since:.1f} s"))
+    if order.active:
+        waits += _lent_device_memory(agent)
     for layer in agent.layers:
         waits += [Wait(*wait) for wait in layer.waits()]
     return waits
+
+
+def _lent_device_memory(agent: "Agent") -> list[Wait]:
+    """Blocks of device memory that other workers have not copied out yet."""
+    ends = [(link.member, link.current) for link in agent.peers.links()]
+    ends += [(session.member, session.connection) for session in agent.peers.sessions()]
+    found = []
+    for member, connection in ends:
+        channel = None if connection is None else connection.devices
+        count, nbytes = (0, 0) if channel is None else channel.lender.lent()
+        if count:
+            text = f"has lent {count} blocks of device memory, {nbytes / 2**20:.1f} MB, to {member.name}"
+            found.append(Wait(text, member.worker_id))
+    return found
 
 
 def chains(names: Mapping[int, str], answers: Mapping[int, Sequence[Wait] | None], start: int) -> list[str]:
@@ -103,7 +118,7 @@ def chains(names: Mapping[int, str], answers: Mapping[int, Sequence[Wait] | None
     return lines
 
 
-def _ask_all(agent: "Agent") -> dict[int, list[Wait] | None]:
+def _ask_all(agent: Agent) -> dict[int, list[Wait] | None]:
     """The answers of all other living workers; None for one that does not answer."""
     asked = []
     for member in agent.directory.members():
@@ -134,8 +149,10 @@ def _nothing(_: Any) -> None:
 class Waits(Layer):
     """Answers others who ask what this worker waits for, and SIGUSR1."""
 
-    def __init__(self, agent: "Agent") -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        # What is printed on SIGUSR1; a layer above may know more.
+        self.describe: Callable[[], str] = lambda: debug_waits(cluster=True)
         self._restore_signal = _install_signal(agent)
 
     def messages(self) -> Mapping[type[Any], Served]:
@@ -151,7 +168,7 @@ class Waits(Layer):
         self._restore_signal()
 
 
-def _install_signal(agent: "Agent") -> Callable[[], None]:
+def _install_signal(agent: Agent) -> Callable[[], None]:
     """Print on SIGUSR1, if nobody else has a use for it; what undoes that."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return lambda: None
@@ -174,5 +191,5 @@ def _install_signal(agent: "Agent") -> Callable[[], None]:
 def _print() -> None:
     agent = current_agent()
     if agent is not None:
-        sys.stderr.write(f"--- {agent.info.name} ---\n{debug_waits(cluster=True)}\n")
+        sys.stderr.write(f"--- {agent.info.name} ---\n{agent.layer(Waits).describe()}\n")
         sys.stderr.flush()

@@ -8,18 +8,15 @@ whoever comes later, the first one under its old name included, finds the others
 import logging
 import socket
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from telegrad.errors import RendezvousError
+from telegrad.rpc.agent import Agent
 from telegrad.rpc.job import store as store_host
 from telegrad.rpc.job.member_log import MemberLog
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
-
-if TYPE_CHECKING:
-    from telegrad.rpc.agent import Agent
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -34,7 +31,7 @@ _DOUBT_SECONDS = 0.1
 class StoreRecovery:
     """One worker's share in keeping its rendezvous store open."""
 
-    def __init__(self, agent: "Agent", place: MemberLog) -> None:
+    def __init__(self, agent: Agent, place: MemberLog) -> None:
         self._agent = agent
         self._place = place
         self._watch: socket.socket | None = None

@@ -1,40 +1,39 @@
-"""How a connection comes about: dialled by one worker, accepted by the other, after both proved themselves.
+"""Accepting: connections that other workers dial, each of which has to prove itself first.
 
-The dialler does its part in the calling thread, with a deadline. The listener never gives a thread to a stranger: each
-half-open connection is a small state machine fed by the I/O threads, there is room for so many of them, and each has a
-deadline.
+No thread is given to a stranger: each half-open connection is a small state machine fed by the I/O threads, there is
+room for so many of them, and each has a deadline. The other side is `dial.py`.
+
+Threads: each listener is armed for one event at a time, so one thread accepts at it; several listeners, the threads
+that go on with a half-open connection and the timer all use `_half_open`. Each step there is one operation on a dict,
+atomic under the GIL: whoever pops an entry owns its end. Of one entry, `turn` lets a single thread read at a time.
 """
 
 import contextlib
 import functools
-import hashlib
 import logging
-import os
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, WorkerDied
+from telegrad.errors import AuthenticationError, TelegradError
 from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.peers.dial import HANDSHAKE_SECONDS, lane_over, stream_over
 from telegrad.rpc.threads.io_threads import IoThreads
 from telegrad.rpc.threads.timer import Timer
 from telegrad.rpc.trust.rate import LimitedLog, TokenBucket
-from telegrad.rpc.workers import Member
-from telegrad.transport.addresses import TCP, UNIX, Address, Listeners, connect, reachable
+from telegrad.transport.addresses import TCP, UNIX, Listeners
 from telegrad.transport.connection import Connection
 from telegrad.transport.credentials import Credentials, credentials_of
-from telegrad.transport.handshake import DiallerHandshake, Hello, ListenerHandshake, Welcome
+from telegrad.transport.handshake import Hello, ListenerHandshake, Welcome
 from telegrad.transport.memory import MemoryListener
-from telegrad.transport.stream import Lane, SocketStream, make_lane_pair, pass_lane, receive_exactly, receive_lane
-from telegrad.transport.tls import TlsEnds, TlsStream, check_name, dialling_ends
+from telegrad.transport.stream import receive_lane
+from telegrad.transport.tls import TlsEnds, check_name
 
 log = logging.getLogger("telegrad.rpc")
 
-HANDSHAKE_SECONDS = 10.0
 MAX_HALF_OPEN = 256
 _PAUSE_SECONDS = 0.1
 # What strangers may cost: so many connections a second are accepted, after a burst that lets a large job begin. Others
@@ -43,128 +42,11 @@ _ACCEPT_RATE, _ACCEPT_BURST = 400.0, 1024.0
 _ACCEPT_PAUSE = 0.01
 
 
-def main_fingerprint() -> str:
-    """What two processes share exactly if their `__main__` is the same program, so its functions can go by name."""
-    main = sys.modules.get("__main__")
-    path = getattr(main, "__file__", None)
-    if path is None:
-        return f"interactive {os.getpid()}"
-    try:
-        with open(path, "rb") as source:
-            return hashlib.sha256(source.read()).hexdigest()
-    except OSError:
-        return f"unreadable {path}"
-
-
 class Caller(NamedTuple):
     """What is known of a caller beside what it says: the kernel's word, and its certificate's."""
 
     process: Credentials | None
     certificate: ssl.SSLSocket | None  # the connection it was shown on, where certificates name workers
-
-
-def dial(
-    member: Member,
-    hello: Hello,
-    secret: bytes,
-    options: RpcBackendOptions,
-    deadline: float,
-    on_blocked: Callable[[], None],
-    tls: TlsEnds | None = None,
-) -> tuple[Connection, Welcome]:
-    """A connection to `member`, over the best way there is. ConnectionError if nobody answers at its addresses."""
-    addresses = reachable(member.addresses, options.transports)
-    if not addresses:
-        raise WorkerDied(
-            f"worker {member.name!r} cannot be reached: it listens at {list(member.addresses)}, and this worker may "
-            f"use {options.transports}; allow the same transports on both.",
-            worker=member.name,
-            incarnation=member.incarnation,
-        )
-    problem: Exception | None = None
-    for address in addresses:
-        try:
-            return _dial_address(address, member, hello, secret, options, deadline, on_blocked, tls)
-        except (OSError, ProtocolError) as error:
-            problem = error
-    assert problem is not None
-    try:
-        raise problem
-    finally:
-        del problem  # this frame would hold the error that holds it
-
-
-def _dial_address(
-    address: Address,
-    member: Member,
-    hello: Hello,
-    secret: bytes,
-    options: RpcBackendOptions,
-    deadline: float,
-    on_blocked: Callable[[], None],
-    tls: TlsEnds | None,
-) -> tuple[Connection, Welcome]:
-    left = max(0.1, min(deadline - time.monotonic(), HANDSHAKE_SECONDS))
-    sock = connect(address, left)
-    ours: socket.socket | None = None
-    try:
-        process = credentials_of(sock)
-        if process is not None and not process.is_trusted_user:
-            raise ConnectionRefusedError(f"a process of another user (uid {process.uid}) listens there")
-        binding = b""
-        if address.kind == TCP:
-            sock, binding = _encrypted(sock, member, options, tls)
-        handshake = DiallerHandshake(secret, binding)
-        sock.sendall(handshake.opening)
-        answer = receive_exactly(sock, handshake.opening_answer_bytes)
-        shares = sock.family == socket.AF_UNIX and hello.shared_memory
-        sock.sendall(handshake.answer(answer, _with_shared_memory(hello, shares)))
-        if shares:
-            ours, theirs = make_lane_pair()
-            with theirs:
-                pass_lane(sock, theirs)
-        code, length = handshake.verdict_length(receive_exactly(sock, handshake.verdict_header_bytes))
-        welcome = handshake.verdict(code, receive_exactly(sock, length))
-        if (welcome.worker_id, welcome.incarnation) != (member.worker_id, member.incarnation):
-            raise AuthenticationError(f"it is worker {welcome.name!r}, incarnation {welcome.incarnation:x}")
-    except BaseException:
-        if ours is not None:
-            ours.close()
-        sock.close()
-        raise
-    stream = _stream(sock, address.kind, _lane(ours, welcome.shared_memory))
-    connection = Connection(stream, max_frame=options.max_message_bytes, on_blocked=on_blocked)
-    connection.peer, connection.peer_takes = f"worker {welcome.name!r}", welcome.takes_bytes
-    return connection, welcome
-
-
-def _encrypted(
-    sock: socket.socket, member: Member, options: RpcBackendOptions, tls: TlsEnds | None
-) -> tuple[socket.socket, bytes]:
-    """A dialled connection with TLS on it if the worker has published a certificate, and that certificate."""
-    if member.certificate:
-        ends = dialling_ends() if tls is None else tls
-        return ends.wrap_dialled(sock, member.certificate, member.name), member.certificate
-    if options.tls:
-        raise AuthenticationError(f"worker {member.name!r} does not speak TLS, which this worker's options ask for")
-    return sock, b""
-
-
-def _stream(sock: socket.socket, kind: str, lane: Lane | None) -> SocketStream:
-    return TlsStream(sock, kind) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, kind, lane)
-
-
-def _lane(sock: socket.socket | None, agreed: bool) -> Lane | None:
-    if sock is not None and not agreed:
-        sock.close()
-    return Lane(sock) if sock is not None and agreed else None
-
-
-def _with_shared_memory(hello: Hello, shared_memory: bool) -> Hello:
-    if hello.shared_memory == shared_memory:
-        return hello
-    fields = {f: getattr(hello, f) for f in hello.__struct_fields__}
-    return Hello(**{**fields, "shared_memory": shared_memory})
 
 
 class _HalfOpen:
@@ -200,7 +82,7 @@ class Acceptor:
         self._listeners = listeners
         self._secret = secret
         self._options = options
-        self._crew = io_threads
+        self._io_threads = io_threads
         self._timer = timer
         self._admit = admit
         self._admitted = admitted
@@ -213,7 +95,7 @@ class Acceptor:
     def start(self) -> None:
         """Begin to accept."""
         for listener in self._listeners.sockets:
-            self._crew.watch(listener.fileno(), functools.partial(self._accept, listener), armed=True)
+            self._io_threads.watch(listener.fileno(), functools.partial(self._accept, listener), armed=True)
 
     def _accept(self, listener: socket.socket | MemoryListener) -> None:
         rearm = functools.partial(self._rearm, listener)
@@ -236,7 +118,7 @@ class Acceptor:
 
     def _rearm(self, listener: socket.socket | MemoryListener) -> None:
         if listener.fileno() >= 0:
-            self._crew.arm(listener.fileno())
+            self._io_threads.arm(listener.fileno())
 
     def _begin(self, sock: socket.socket) -> None:
         process = credentials_of(sock)
@@ -254,7 +136,7 @@ class Acceptor:
             binding = self._tls.fingerprint
         fd = sock.fileno()
         self._half_open[fd] = _HalfOpen(sock, ListenerHandshake(self._secret, binding), process, encrypts)
-        self._crew.watch(fd, lambda: self._proceed(fd), armed=True)
+        self._io_threads.watch(fd, lambda: self._proceed(fd), armed=True)
         if not self._sweeping:
             self._sweeping = True
             self._timer.at(time.monotonic() + HANDSHAKE_SECONDS, self._sweep)
@@ -287,7 +169,7 @@ class Acceptor:
         finally:
             entry.turn.release()
         if waits:  # armed after the turn is given back, so that the event finds it free
-            self._crew.arm(fd)
+            self._io_threads.arm(fd)
 
     def _advance(self, fd: int, entry: "_HalfOpen") -> bool:
         """Read what there is; True if more has to come."""
@@ -336,9 +218,9 @@ class Acceptor:
                 lane_socket.close()
             raise
         self._half_open.pop(fd, None)
-        self._crew.forget(fd)
+        self._io_threads.forget(fd)
         kind = UNIX if sock.family == socket.AF_UNIX else TCP
-        stream = _stream(sock, kind, _lane(lane_socket, welcome.shared_memory))
+        stream = stream_over(sock, kind, lane_over(lane_socket, welcome.shared_memory))
         connection = Connection(stream, max_frame=self._options.max_message_bytes)
         connection.peer, connection.peer_takes = f"worker {hello.name!r}", hello.takes_bytes
         self._admitted(hello, welcome, connection)
@@ -348,16 +230,16 @@ class Acceptor:
         if entry is None:
             return
         self._warnings.warning("refused a connection: %s", why)
-        self._crew.forget(fd)
+        self._io_threads.forget(fd)
         entry.sock.close()
 
     def close(self) -> None:
         """Stop accepting."""
         for listener in self._listeners.sockets:
-            self._crew.forget(listener.fileno())
+            self._io_threads.forget(listener.fileno())
         self._listeners.close()
         for fd in list(self._half_open):
             entry = self._half_open.pop(fd, None)
             if entry is not None:
-                self._crew.forget(fd)
+                self._io_threads.forget(fd)
                 entry.sock.close()

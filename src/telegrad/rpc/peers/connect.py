@@ -1,41 +1,52 @@
 """How a worker connects: how it introduces itself to those it dials, and whom it lets in.
 
 Both sides say who they are, which incarnation they mean, and what they can take. The proofs and the bytes of this are
-in `dialling.py`; here is what is said, and how long a worker that does not answer is dialled.
+in `dial.py` and `accept.py`; here is what is said, and how long a worker that does not answer is dialled.
 """
 
 import hmac
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from telegrad.errors import AuthenticationError, ProtocolError, WorkerDied
 from telegrad.rpc.client.link import Dialled, Unanswered
-from telegrad.rpc.peers.accept import Acceptor, Caller, dial, main_fingerprint
-from telegrad.rpc.peers.liveness import REDIAL_SECONDS
-from telegrad.rpc.peers.peers import MOST_SESSIONS
-from telegrad.rpc.workers import Member
+from telegrad.rpc.peers.accept import Acceptor, Caller
+from telegrad.rpc.peers.dial import dial, main_fingerprint
+from telegrad.rpc.peers.heartbeat import REDIAL_SECONDS, cannot_answer
+from telegrad.rpc.peers.peers import MOST_SESSIONS, Peers
+from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners, host_identity
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello, Refused, Welcome
 from telegrad.transport.tls import TlsEnds
 
-if TYPE_CHECKING:
-    from telegrad.rpc.agent import Agent
-
 
 class Connector:
     """Dials other workers for one agent, and admits those that dial it."""
 
-    def __init__(self, agent: "Agent", secret: bytes, listeners: Listeners, tls: TlsEnds | None = None) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        runtime: Runtime,
+        me: Member,
+        directory: Directory,
+        peers: Peers,
+        secret: bytes,
+        listeners: Listeners,
+        tls: TlsEnds | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._options = runtime.options
+        self._me = me
+        self._directory = directory
+        self._peers = peers
         self.secret = secret
         self._tls = tls
         # What is done to each connection this worker dials; tests put faults there.
         self.fit_out: Callable[[Connection], Connection] = lambda connection: connection
-        self._main = main_fingerprint()
+        self._main = "" if self._options.exports_only else main_fingerprint()  # nobody's concern there
         self._acceptor = Acceptor(
-            listeners, secret, agent.options, agent.io_threads, agent.timer, self._admit, self._admitted, tls
+            listeners, secret, self._options, runtime.io_threads, runtime.timer, self._admit, self._admitted, tls
         )
 
     def open(self) -> None:
@@ -50,24 +61,24 @@ class Connector:
         self, member: Member, number: int, ticket: bytes, on_blocked: Callable[[], None], deadline: float
     ) -> Dialled | Unanswered:
         """A new connection for a link, or why there is none. TimeoutError at the deadline of whoever asked for it."""
-        agent, me = self._agent, self._agent.member
+        me, options = self._me, self._options
         hello = Hello(
             me.worker_id,
             me.name,
             me.incarnation,
             member.incarnation,
             number,
-            agent.options.shared_memory,
+            options.shared_memory,
             self._main,
-            agent.options.max_message_bytes,
+            options.max_message_bytes,
             ticket,
         )
-        last_try = time.monotonic() + agent.options.connect_timeout
+        last_try = time.monotonic() + options.connect_timeout
         while True:
-            limit = min(deadline, last_try, time.monotonic() + agent.runtime.patience)
+            limit = min(deadline, last_try, time.monotonic() + self._runtime.patience)
             try:
                 secret = self._secret_of(member)
-                connection, welcome = dial(member, hello, secret, agent.options, limit, on_blocked, self._tls)
+                connection, welcome = dial(member, hello, secret, options, limit, on_blocked, self._tls)
             except Refused as error:
                 return Unanswered(str(error), gone=True)
             except (AuthenticationError, ProtocolError) as error:
@@ -78,8 +89,8 @@ class Connector:
                 now = time.monotonic()
                 if now >= deadline:
                     raise TimeoutError(f"worker {member.name!r} could not be reached in time: {error}") from error
-                gone = not agent.liveness.may_answer_yet(member, error)
-                if gone or now >= last_try or agent.is_dead(member):
+                gone = cannot_answer(member, error)
+                if gone or now >= last_try or self._peers.is_dead(member):
                     return Unanswered(str(error), gone)
                 time.sleep(REDIAL_SECONDS)
             else:
@@ -87,36 +98,36 @@ class Connector:
 
     def _secret_of(self, member: Member) -> bytes:
         """The job's secret; in an insecure job, the one that the worker has published where all meet."""
-        return member.secret if self._agent.member.secret and member.secret else self.secret
+        return member.secret if self._me.secret and member.secret else self.secret
 
     def _admit(self, hello: Hello, caller: Caller) -> Welcome:
         """Whether a caller that proved itself is welcome, and as what."""
-        agent, me = self._agent, self._agent.member
+        me, peers = self._me, self._peers
         if hello.wanted_incarnation != me.incarnation:
             raise AuthenticationError(
                 f"worker {me.name!r} was started again (its incarnation is {me.incarnation}, "
                 f"not {hello.wanted_incarnation})"
             )
-        if agent.closing:
+        if self._runtime.closing:
             raise AuthenticationError(f"worker {me.name!r} is shutting down")
-        if agent.peers.has_lost(hello.incarnation):
+        if peers.has_lost(hello.incarnation):
             # What it had asked has been forgotten with it: to take it back could run a request twice.
             raise AuthenticationError(
                 f"worker {me.name!r} holds {hello.name!r} for dead, after it closed or was silent for too long; "
                 "start it again"
             )
-        known = agent.directory.by_id(hello.worker_id)
+        known = self._directory.by_id(hello.worker_id)
         if known is None or known.incarnation != hello.incarnation:
-            agent.peers.look_for_news()  # it was started, or started again, since the last look
-            known = agent.directory.by_id(hello.worker_id)
+            peers.look_for_news()  # it was started, or started again, since the last look
+            known = self._directory.by_id(hello.worker_id)
         if known is not None and known.incarnation == hello.incarnation:
             _check_identity(known, hello, caller)
-        served = agent.peers.session_for(hello)
-        if served is None and len(agent.peers.sessions()) >= MOST_SESSIONS:
+        served = peers.session_for(hello)
+        if served is None and len(peers.sessions()) >= MOST_SESSIONS:
             raise AuthenticationError(f"worker {me.name!r} serves {MOST_SESSIONS} links already")
         if served is not None and not hmac.compare_digest(served.ticket, hello.ticket):
             raise AuthenticationError(f"link {hello.link} of worker {hello.name!r} is another's")
-        shared = hello.shared_memory and agent.options.shared_memory
+        shared = hello.shared_memory and self._options.shared_memory
         return Welcome(
             me.worker_id,
             me.name,
@@ -124,11 +135,11 @@ class Connector:
             served is not None,
             shared,
             self._main,
-            agent.options.max_message_bytes,
+            self._options.max_message_bytes,
         )
 
     def _admitted(self, hello: Hello, welcome: Welcome, connection: Connection) -> None:
-        self._agent.peers.serve(hello, connection, hello.main_module != self._main)
+        self._peers.serve(hello, connection, hello.main_module != self._main)
 
 
 def _check_identity(known: Member, hello: Hello, caller: Caller) -> None:

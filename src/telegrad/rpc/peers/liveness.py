@@ -1,213 +1,159 @@
-"""Who lives: tells a lost connection from a lost worker, a slow worker from a dead one, a stuck thread from a busy one.
+"""Who lives: decides when another worker is dead. Pure: it is told what happened, and says what to do about it.
 
-A connection that ends is dialled again at once: a living worker answers, a dead one's address refuses. A worker that
-owes an answer and says nothing is asked; one on this host that does not answer is looked up in the process table, so
-that a process that is merely busy is left alone and a stopped one is not waited for. Memory that nobody has used for a
-while is returned, on both ends of each connection.
+A worker is only missed while something is expected of it. One that is silent then is pinged, and given up when it stays
+silent for too long, unless it is known to be busy. One whose connection ends is dialled again at once: a living worker
+answers, a dead one's address refuses. Each incarnation of a worker goes through these states:
+
+    state      event                       if                                   next       action
+    ---------------------------------------------------------------------------------------------------
+    QUIET      beat                        something is expected                EXPECTED
+    EXPECTED   beat                        nothing is expected any more         QUIET
+    EXPECTED   beat                        silent for a heartbeat               ASKED      PING
+    ASKED      beat                        it was heard meanwhile               EXPECTED
+    ASKED      beat                        silent, but not for too long         ASKED      PING
+    ASKED      beat                        silent for too long, known busy      ASKED      PING
+    ASKED      beat                        silent for too long                  GONE       GIVE_UP
+    any        connection_lost                                                  CUT        REDIAL
+    CUT        beat                                                             CUT
+    CUT        connected                                                        QUIET
+    CUT        unanswered                  nobody listens there any more        GONE       GIVE_UP
+    CUT        unanswered                  another incarnation answers          GONE       GIVE_UP
+    CUT        unanswered                  stopped, on this host                GONE       GIVE_UP
+    CUT        unanswered                  there is time, or it is busy         CUT        REDIAL
+    CUT        unanswered                  for too long                         GONE       GIVE_UP
+    any        replaced                                                         GONE       GIVE_UP
+    any        said_goodbye                                                     GONE       LET_GO
+    GONE       anything                                                         GONE
+
+"For too long" is the patience of the options: three heartbeats. The threads that perform this are in `heartbeat.py`.
 """
 
-import contextlib
-import functools
-import logging
-import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
 
-from telegrad.errors import TelegradError, WorkerDied
-from telegrad.rpc.client.link import Link
-from telegrad.rpc.layer import Layer, Served
-from telegrad.rpc.server.session import Session
-from telegrad.rpc.threads.yield_turn import blocking
-from telegrad.rpc.workers import Member
-from telegrad.transport.addresses import host_identity
-from telegrad.transport.connection import heap
-from telegrad.wire.messages import Ack, Exhausted, Ping
-
-if TYPE_CHECKING:
-    from telegrad.rpc.agent import Agent
-
-log = logging.getLogger("telegrad.rpc")
-
-_WATCH_SECONDS = 0.002
-_QUIET_LOOKS = 25  # looks without activity after which the watch rests
-_STUCK_LOOKS = 10  # looks without progress after which the I/O threads gets one more thread
-_BUSY_FACTOR = 10  # how much longer a worker is waited for whose host answers though it does not itself
-REDIAL_SECONDS = 0.05
-# How long blocks of memory are kept for the next tensor. New ones cost 100 ms for 100 MB: little in so long a time.
-KEEP_IDLE_SECONDS = 10.0
+BUSY_FACTOR = 10  # how much longer a worker is waited for whose host answers though it does not itself
 
 
-class Liveness(Layer):
-    """The watch of one agent over its threads and over its peers."""
+class State(Enum):
+    """What is known of another worker."""
 
-    def __init__(self, agent: "Agent") -> None:
-        self._agent = agent
-        self._watching = False
-        self._quiet = 0
-        self._stuck = 0
-        self._handled = 0
-        self._beating = False
-        self._was_full = False
-        self._asking: set[int] = set()  # incarnations that are being asked by `_ask`
+    QUIET = "nothing is expected of it"
+    EXPECTED = "it owes an answer"
+    ASKED = "it owes an answer, and was asked whether it lives"
+    CUT = "its connection ended"
+    GONE = "it is dead, or has left"
 
-    def messages(self) -> Mapping[type[Any], Served]:
-        """A ping that is a request: `Ack` is the reply."""
-        return {Ping: Served(lambda request: self._agent.reply(request, Ack()), counts_as_work=False)}
 
-    # --- threads ---
+class Action(Enum):
+    """What to do."""
 
-    def watch(self) -> None:
-        """Look after the sessions for a while."""
-        if not self._watching:
-            self._watching = True
-            self._quiet = 0
-            self._agent.timer.at(time.monotonic() + _WATCH_SECONDS, self._look)
+    NOTHING = "nothing"
+    PING = "ask whether it lives"
+    REDIAL = "dial again, in a moment if it was dialled just now"
+    GIVE_UP = "it is dead: end all that waits for it"
+    LET_GO = "it left on purpose: the same, without a warning"
 
-    def _look(self) -> None:
-        io_threads = self._agent.io_threads
-        progress = io_threads.handled != self._handled
-        self._handled = io_threads.handled
-        served = False
-        for session in self._agent.peers.sessions():
-            served = session.relieve() or served
-        self._stuck = 0 if progress or not io_threads.exhausted else self._stuck + 1
-        if self._stuck >= _STUCK_LOOKS:
-            self._stuck = 0
-            io_threads.relieve()
-        self._quiet = 0 if progress or served or io_threads.exhausted else self._quiet + 1
-        if self._quiet < _QUIET_LOOKS:
-            self._agent.timer.at(time.monotonic() + _WATCH_SECONDS, self._look)
-        else:
-            self._watching = False
 
-    # --- peers ---
+class Failure(Enum):
+    """Why a worker did not answer when it was dialled."""
 
-    def start(self) -> None:
-        """Begin to ask silent workers whether they live, and to return memory."""
-        if not self._beating:
-            self._beating = True
-            self._await_tidy()
-            if self._agent.options.heartbeat > 0:
-                self._beat()
+    NOBODY_LISTENS = "nobody listens at its address"
+    REPLACED = "another incarnation answers, or it refuses this worker"
+    TIMED_OUT = "its host, or its process, did not answer in time"
+    BROKEN = "the connection broke"
 
-    def _await_tidy(self) -> None:
-        io_threads, timer = self._agent.io_threads, self._agent.timer
-        timer.at(time.monotonic() + KEEP_IDLE_SECONDS, lambda: io_threads.submit(self._tidy_again))
 
-    def _tidy_again(self) -> None:
-        if not self._agent.closing:
-            try:
-                self.tidy(time.monotonic() - KEEP_IDLE_SECONDS)
-            finally:
-                self._await_tidy()
+class Evidence(NamedTuple):
+    """What can be known of a worker that says nothing itself."""
 
-    def tidy(self, before: float) -> None:
-        """Return the memory of blocks that have been idle since `before` on the monotonic clock."""
-        heap.trim(before)
-        for link in self._agent.peers.links():
-            link.tidy(before)
-        for session in self._agent.peers.sessions():
-            session.tidy(before)
+    here: bool  # it is on this host, whose process table tells
+    running: bool  # its process is there and is not stopped; never known of one that is elsewhere
+    host_answers: bool = False  # the kernel of its host has confirmed what was sent to it lately
 
-    def _beat(self) -> None:
-        agent = self._agent
-        if agent.closing:
-            return
-        interval = agent.options.heartbeat
-        now = time.monotonic()
-        for link in agent.peers.links():
-            if not link.pending or link.dead is not None:
-                link.quiet_since = now
-                continue
-            silent = now - link.silent_since()
-            if silent > self._agent.runtime.patience and not self._is_excused(link, silent):
-                why = f"worker {link.member.name!r} has been silent for {silent:.1f} s and does not answer"
-                agent.io_threads.attend(functools.partial(agent.lost, link.member, why))
-            elif silent > interval:
-                link.ping()
-        for member in {m.worker_id: m for layer in agent.layers for m in layer.awaited()}.values():
-            known = member.worker_id == agent.member.worker_id or agent.is_dead(member)
-            if not known and member.incarnation not in self._asking:
-                self._asking.add(member.incarnation)
-                agent.io_threads.submit(functools.partial(self._ask, member))
-        full = agent.io_threads.full
-        if full and not self._was_full:
-            log.warning(
-                "all %d threads of worker %r run what others asked; further requests wait. Calls in a "
-                "circle? `rpc.debug_waits(cluster=True)` shows them; `async def` functions need no thread",
-                full,
-                agent.info.name,
-            )
-        self._was_full = bool(full)
-        for session in agent.peers.sessions():
-            if full or session.paused:
-                session.ping(Exhausted(full) if full else Ping())
-        agent.timer.at(now + interval / 2, self._beat)
 
-    def _ask(self, member: Member) -> None:
-        """Have something pending at a worker, so that its end or its silence is noticed."""
-        agent = self._agent
-        try:
-            if not agent.link(member).pending:
-                agent.send(member, Ping(), timeout=0.0, what=lambda: "whether it lives", complete=lambda _: None)
-        except (TelegradError, OSError) as error:
-            log.debug("%s could not be asked whether it lives: %s", member.name, error)
-        finally:
-            self._asking.discard(member.incarnation)
+def is_final(failure: Failure, evidence: Evidence) -> bool:
+    """Whether dialling again cannot help: nobody listens any more, or the process is known to be stopped."""
+    if failure is Failure.TIMED_OUT:
+        return evidence.here and not evidence.running
+    return failure in (Failure.NOBODY_LISTENS, Failure.REPLACED)
 
-    def _is_excused(self, link: Link, silent: float) -> bool:
+
+class Liveness:
+    """One incarnation of another worker. Not for several threads at once: its owner holds a lock."""
+
+    def __init__(self, heartbeat: float, patience: float) -> None:
+        self.state = State.QUIET
+        self._heartbeat = heartbeat
+        self._patience = patience
+        self._since = 0.0  # when it entered its state
+        self.silent = 0.0  # seconds, at the last look
+        self._quiet_at = 0.0  # when nothing was expected of it, at the last look: its silence counts from then
+
+    def __repr__(self) -> str:
+        return f"<Liveness: {self.state.value}>"
+
+    def _enter(self, state: State, now: float, action: Action = Action.NOTHING) -> Action:
+        if self.state is not state:
+            self.state, self._since = state, now
+        return action
+
+    def beat(self, now: float, expected: bool, heard: float, evidence: Callable[[], Evidence]) -> Action:
+        """The heartbeat looks: whether something is expected of it, and when it was last heard.
+
+        `evidence` is asked for only if that decides; to look may cost a system call."""
+        if self.state in (State.CUT, State.GONE):
+            return Action.NOTHING
+        if not expected:
+            self._quiet_at = now
+            return self._enter(State.QUIET, now)
+        silent = self.silent = now - max(heard, self._quiet_at)
+        if silent <= self._heartbeat:
+            return self._enter(State.EXPECTED, now)
+        if silent > self._patience and not self._is_excused(silent, evidence()):
+            return self._enter(State.GONE, now, Action.GIVE_UP)
+        return self._enter(State.ASKED, now, Action.PING)
+
+    def _is_excused(self, silent: float, evidence: Evidence) -> bool:
         """Whether a silent worker is only busy, say in a long call into C that keeps Python's lock.
 
-        On this host the process table tells. Of another host only its kernel can be heard: while that confirms pings,
-        the network and the host are well, and the worker gets ten times as long."""
-        if self._is_here(link.member):
-            return self._is_busy(link.member)
-        return silent < _BUSY_FACTOR * self._agent.runtime.patience and link.host_answers(self._agent.runtime.patience)
+        On this host the process table tells. Of another host only its kernel can be heard: while that answers, the
+        network and the host are well, and the worker gets ten times as long."""
+        if evidence.here:
+            return evidence.running
+        return evidence.host_answers and silent < BUSY_FACTOR * self._patience
 
-    def _is_here(self, member: Member) -> bool:
-        return member.host == host_identity()
+    def connection_lost(self, now: float) -> Action:
+        """Its connection ended."""
+        if self.state is State.GONE:
+            return Action.NOTHING
+        return self._enter(State.CUT, now, Action.REDIAL)
 
-    def _is_busy(self, member: Member) -> bool:
-        """Whether a silent worker is known to be running all the same: only the process table of its host can tell."""
-        if not self._is_here(member):
-            return False
-        with contextlib.suppress(OSError, IndexError):
-            with open(f"/proc/{member.pid}/stat") as stat:
-                state = stat.read().rpartition(")")[2].split()[0]
-            return state not in "TtZX"
-        return False
+    def connected(self, now: float) -> Action:
+        """It answered when it was dialled."""
+        if self.state is State.CUT:
+            self._enter(State.QUIET, now)
+        return Action.NOTHING
 
-    def may_answer_yet(self, member: Member, error: OSError) -> bool:
-        """Whether dialling again can help: not if nobody listens any more, nor if its process is stopped."""
-        if isinstance(error, TimeoutError):
-            return not self._is_here(member) or self._is_busy(member)
-        return not isinstance(error, ConnectionRefusedError | FileNotFoundError)
+    def unanswered(self, now: float, failure: Failure, evidence: Evidence) -> Action:
+        """It was dialled after its connection had ended, and did not answer."""
+        if self.state is State.GONE:
+            return Action.NOTHING
+        self._enter(State.CUT, now)
+        if is_final(failure, evidence):
+            return self._enter(State.GONE, now, Action.GIVE_UP)
+        if now - self._since < self._patience or (evidence.here and evidence.running):
+            return Action.REDIAL
+        return self._enter(State.GONE, now, Action.GIVE_UP)
 
-    def revive(self, link: Link) -> None:
-        """Replace the lost connection of a link, or find that its worker is dead."""
-        agent = self._agent
-        deadline = time.monotonic() + self._agent.runtime.patience
-        while not agent.closing and link.dead is None:
-            try:
-                link.resume(max(deadline, time.monotonic() + REDIAL_SECONDS))
-                return
-            except (WorkerDied, TimeoutError) as error:
-                if time.monotonic() < deadline or self._is_busy(link.member):
-                    with blocking():
-                        time.sleep(REDIAL_SECONDS)
-                else:
-                    agent.lost(link.member, f"worker {link.member.name!r} is gone: its connection closed, and {error}")
-            except TelegradError as error:
-                agent.lost(link.member, f"worker {link.member.name!r} cannot be reached again: {error}")
+    def replaced(self, now: float) -> Action:
+        """A later incarnation of it was started."""
+        if self.state is State.GONE:
+            return Action.NOTHING
+        return self._enter(State.GONE, now, Action.GIVE_UP)
 
-    def caller_lost(self, session: Session) -> None:
-        """A worker that calls this one lost its connection. If it lives it will dial again; if not, we must know."""
-        agent = self._agent
-        member = agent.directory.by_id(session.member.worker_id) or session.member
-        if member.incarnation != session.member.incarnation or not member.addresses:
-            agent.lost(session.member, f"worker {session.member.name!r} closed its connection and was replaced")
-            return
-        link = agent.link(member)
-        if link.connected:
-            return  # its end will show there too
-        agent.io_threads.attend(lambda: self.revive(link))
+    def said_goodbye(self, now: float) -> Action:
+        """It left on purpose."""
+        if self.state is State.GONE:
+            return Action.NOTHING
+        return self._enter(State.GONE, now, Action.LET_GO)

@@ -7,20 +7,19 @@ it stays gone, whatever is heard of it later, since what it had asked was forgot
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from telegrad.errors import NotInitialized, UnknownWorker, WorkerDied
 from telegrad.ids import Incarnation, WorkerId, generation_of
-from telegrad.rpc.client.link import Link
-from telegrad.rpc.server.session import Session
-from telegrad.rpc.workers import Member, WorkerInfo
+from telegrad.rpc.client.link import Link, LinkEvents
+from telegrad.rpc.peers.liveness import Action, Liveness
+from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.server.session import Session, SessionEvents
+from telegrad.rpc.workers import Directory, Member, WorkerInfo
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello
-
-if TYPE_CHECKING:
-    from telegrad.rpc.agent import Agent
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -33,12 +32,38 @@ def _key(hello: Hello) -> tuple[int, int, int]:
     return (hello.worker_id, hello.incarnation, hello.link)
 
 
+class PeerEvents(LinkEvents, SessionEvents, Protocol):
+    """Whom the links and sessions made here tell what happens to them."""
+
+
+class MemberRecords(Protocol):
+    """The log of members in the rendezvous store (`job/member_log.py`), as far as the rooms below need it."""
+
+    store: Any
+
+    def news(self, take: Callable[[list[Member]], None]) -> None:
+        """Give the records appended since the last time to `take`."""
+
+    def publish(self, member: Member) -> None:
+        """Append a record."""
+
+    def end_job(self) -> None:
+        """All workers have left."""
+
+    def lose(self) -> None:
+        """Let the store go."""
+
+
 class Peers:
     """Links, sessions and ends of the other workers of one agent."""
 
-    def __init__(self, agent: "Agent") -> None:
-        self._agent = agent
-        self._directory = agent.directory
+    def __init__(self, runtime: Runtime, events: PeerEvents, me: Member, directory: Directory) -> None:
+        self._runtime = runtime
+        self._events = events
+        self._me = me
+        self._directory = directory
+        self.member_log: MemberRecords | None = None  # where other workers say that they come and go
+        self._liveness: dict[int, Liveness] = {}  # by incarnation
         self._lock = threading.Lock()
         self._links: dict[WorkerId, Link] = {}
         # The same by name: one that is connected is the right one, since the end of a worker ends its connection.
@@ -57,7 +82,7 @@ class Peers:
             link = self._links.get(member.worker_id)
             if link is not None and link.member is member and link.current is not None:
                 return member
-        if (member is None or self._linked(member) is None) and not self._agent.closing:
+        if (member is None or self._linked(member) is None) and not self._runtime.closing:
             self.look_for_news()  # it may be new, or have been started again
             member = self._known(to)
         if member is None:  # one that left is known to be dead: whatever is asked of it says so
@@ -80,28 +105,33 @@ class Peers:
 
     def look_for_news(self) -> None:
         """Read what others published since the last time."""
-        if self._agent.place is None:
+        if self.member_log is None:
             return
         try:
-            self._agent.place.news(self.take_news)
+            self.member_log.news(self.take_news)
         except RuntimeError as error:
             log.debug("the rendezvous store does not answer: %s", error)
 
     def take_news(self, members: Sequence[Member]) -> None:
         """Take in the records that the rendezvous store has, as far as the layers believe them."""
-        for layer in self._agent.layers:
+        for layer in self._runtime.layers:
             members = layer.on_news(members)
         self.learn(members)
 
     def learn(self, members: Sequence[Member]) -> None:
         """Take in records of members."""
         for gone in self._directory.update(members):
-            if gone.incarnation == self._agent.member.incarnation:
+            if gone.incarnation == self._me.incarnation:
                 continue
             if self._directory.has_left(gone):
-                self._leaves(gone, f"worker {gone.name!r} has left")
+                self._leaves(gone, self._directory.has_exited(gone))
             else:
-                self.lost(gone, f"worker {gone.name!r} was started again")
+                self._replaced(gone)
+
+    def _replaced(self, member: Member) -> None:
+        """A later incarnation of a worker was started: this one is dead, whatever was still expected of it."""
+        if self.liveness_of(member).replaced(time.monotonic()) is Action.GIVE_UP:
+            self.lost(member, f"worker {member.name!r} was started again")
 
     def wait_for_return(self, member: Member, seconds: float) -> None:
         """Wait until a worker that died is back under its name; raises what ended it at the deadline."""
@@ -111,7 +141,7 @@ class Peers:
             known = self._directory.by_name(member.name)
             if known is not None and known.incarnation != member.incarnation:
                 return
-            if time.monotonic() >= deadline or self._agent.closing:
+            if time.monotonic() >= deadline or self._runtime.closing:
                 raise WorkerDied(
                     f"worker {member.name!r} ended and was not started again within {seconds:g} s.",
                     worker=member.name,
@@ -126,18 +156,17 @@ class Peers:
         link = self._links.get(member.worker_id)
         if link is not None and link.member.incarnation == member.incarnation:
             return link
-        if self._agent.closing:
+        if self._runtime.closing:
             raise NotInitialized(
-                f"worker {self._agent.info.name!r} is shutting down; nothing can be asked of {member.name!r} now"
+                f"worker {self._me.name!r} is shutting down; nothing can be asked of {member.name!r} now"
             )
         if link is not None:  # two have this id: the one started first is gone, whatever was still expected of it
-            first = min(link.member, member, key=lambda m: generation_of(m.incarnation))
-            self.lost(first, f"worker {first.name!r} was started again")
+            self._replaced(min(link.member, member, key=lambda m: generation_of(m.incarnation)))
         with self._lock:
             link = self._links.get(member.worker_id)
             if link is None or link.member.incarnation != member.incarnation:
                 self._link_numbers += 1
-                new = Link(self._agent.runtime, self._agent, member, self._link_numbers)
+                new = Link(self._runtime, self._events, member, self._link_numbers)
                 new.dead = self._dead.get(member.incarnation)
                 if link is None or new.dead is None:
                     self._links[member.worker_id] = self.by_name[member.name] = new
@@ -182,28 +211,39 @@ class Peers:
                 known = self._directory.by_id(hello.worker_id)
                 if known is None or known.incarnation != hello.incarnation:
                     known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
-                runtime, agent = self._agent.runtime, self._agent
-                session = Session(runtime, agent, known, main_by_value, hello.link, hello.ticket)
+                session = Session(self._runtime, self._events, known, main_by_value, hello.link, hello.ticket)
                 self._sessions[_key(hello)] = session
         session.attach(connection)
 
     # --- who is gone ---
 
-    def said_goodbye(self, member: Member) -> None:
-        """A worker left on purpose."""
-        self.lost(member, f"worker {member.name!r} has shut down", departed=True)
+    def liveness_of(self, member: Member) -> Liveness:
+        """What is known of an incarnation of a worker: who asks decides under the GIL, one event at a time."""
+        options = self._runtime.options
+        return self._liveness.setdefault(member.incarnation, Liveness(options.heartbeat, self._runtime.patience))
 
-    def caller_said_goodbye(self, member: Member) -> None:
-        """A worker that calls this one left on purpose."""
-        self._leaves(member, f"worker {member.name!r} has shut down")
+    def said_goodbye(self, member: Member, exited: bool) -> None:
+        """A worker left on purpose, or its program has ended without a shutdown."""
+        if self.liveness_of(member).said_goodbye(time.monotonic()) is Action.LET_GO:
+            how = "exited normally without calling rpc.shutdown()" if exited else "has shut down"
+            self.lost(member, f"worker {member.name!r} {how}", departed=not exited)
 
-    def _leaves(self, member: Member, why: str) -> None:
+    def caller_said_goodbye(self, member: Member, exited: bool) -> None:
+        """The same of a worker that calls this one."""
+        self._leaves(member, exited)
+
+    def unanswered(self, member: Member, why: str) -> None:
+        """Nobody listens any more where a worker did. If it has said that it leaves, that is what ended it."""
+        self.look_for_news()
+        self.lost(member, why)
+
+    def _leaves(self, member: Member, exited: bool) -> None:
         """Somebody says that a worker leaves. What it answered before comes over the link, and then its end."""
         link = self._linked(member)
         if link is not None:
             link.expect()
         else:
-            self.lost(member, why, departed=True)
+            self.said_goodbye(member, exited)
 
     def lost(self, member: Member, why: str, departed: bool = False) -> None:
         """A worker is gone: everything that waits on it ends now."""
@@ -219,17 +259,18 @@ class Peers:
             self._dead[member.incarnation] = error
             while len(self._dead) > _MOST_DEAD:
                 del self._dead[next(iter(self._dead))]
+            self._liveness.pop(member.incarnation, None)
             link = self._links.get(member.worker_id)
             sessions = [key for key in self._sessions if key[1] == member.incarnation]
             closed = [self._sessions.pop(key) for key in sessions]
             self._orphaned.update(closed)
-        if not departed and not self._agent.closing:
+        if not departed and not self._runtime.closing:
             log.warning("%s", why)
         if link is not None and link.member.incarnation == member.incarnation:
             link.fail(error)
         for session in closed:
             session.close()
-        for layer in self._agent.layers:
+        for layer in self._runtime.layers:
             try:
                 layer.on_death(member)
             except Exception:

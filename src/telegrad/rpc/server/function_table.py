@@ -6,6 +6,7 @@ The other side is `client/function_table.py`.
 from typing import Any
 
 from telegrad.errors import ProtocolError
+from telegrad.rpc.trust.exports import NAMED, find_export
 from telegrad.wire.codec import unpack
 
 MOST_FUNCTIONS = 8192  # of one caller; ours ends at half as many
@@ -15,7 +16,9 @@ MOST_BYTES = 128 * 2**20
 class FunctionTable:
     """The functions that one caller has given numbers. Several threads use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: str, *, exports_only: bool = False) -> None:
+        self._caller = caller
+        self._exports_only = exports_only
         self.found: dict[int, Any] = {}
         self._defined: dict[int, bytes] = {}  # as they came; to look one up may take long
         self._bytes = 0  # of all definitions
@@ -31,6 +34,10 @@ class FunctionTable:
                 raise ProtocolError(f"it defines more than {MOST_FUNCTIONS} functions, or more than {MOST_BYTES} bytes")
             self._defined[call.function] = call.definition
 
+    def definition(self, number: int) -> bytes | None:
+        """What a number stands for, as it came."""
+        return self._defined.get(number)
+
     def resolve(self, number: int) -> Any:
         """The function that a number stands for."""
         function = self.found.get(number)
@@ -38,5 +45,7 @@ class FunctionTable:
             definition = self._defined.get(number)
             if definition is None:
                 raise ProtocolError(f"call of function number {number}, which was never defined on this link")
+            if definition[:1] == NAMED or self._exports_only:
+                return find_export(definition, self._caller).function  # each time: it may be withdrawn
             function = self.found[number] = unpack(definition, [])
         return function

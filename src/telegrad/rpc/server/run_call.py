@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from telegrad.errors import TelegradError
+from telegrad.errors import CallRefused, TelegradError
 from telegrad.rpc.layer import Layer, Layers, Served
 from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.request import Request
@@ -68,6 +68,8 @@ class CallService(Layer):
                 except BaseException:
                     discard(self._layers, request.caller, frame.payload, frame.take_tensors())
                     raise
+        elif self._layers.plain:
+            raise CallRefused("rule 'exports only': a function came by value; call exported names alone")
         tensors = request.take_tensors()
         if request.on_tensors is not None:
             try:

@@ -1,0 +1,192 @@
+"""What a worker that runs exported functions alone does for a peer, and what it refuses, naming the rule.
+
+Every request passes here before its handler. What may be asked at all is a short list; each kind has its rule. Limits
+are counted for each peer by itself, so that one that asks too much is refused and the others notice nothing.
+"""
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from telegrad.errors import CallRefused
+from telegrad.ids import worker_of
+from telegrad.rpc.layer import Layer
+from telegrad.rpc.request import Request
+from telegrad.rpc.trust.audit import Audit
+from telegrad.rpc.trust.exports import Limits, find_export
+from telegrad.rpc.trust.rate import TokenBucket
+from telegrad.wire.messages import (
+    AbortPass,
+    Ack,
+    Barrier,
+    BeginPass,
+    CleanupAutogradContext,
+    ParticipantDied,
+    Ping,
+    PropagateGradients,
+    PythonCall,
+    PythonRemoteCall,
+    RpcWithAutograd,
+    RRefAck,
+    RRefBackward,
+    RRefChildAccept,
+    RRefCreationFailed,
+    RRefFetch,
+    RRefFlush,
+    RRefFlushed,
+    RRefUserDelete,
+    TooLateForPass,
+)
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+    from telegrad.rpc.workers import Member
+
+# Needs no rule of its own: it concerns what the sender has here already, or nothing.
+_FREE = frozenset(
+    {
+        AbortPass,
+        Ack,
+        Barrier,
+        CleanupAutogradContext,
+        ParticipantDied,
+        Ping,
+        RRefAck,
+        RRefChildAccept,
+        RRefCreationFailed,
+        RRefFlush,
+        RRefFlushed,
+        TooLateForPass,
+    }
+)
+
+
+class ContextHolder(Layer):
+    """What the guard asks the autograd layer, which derives from this."""
+
+    def get(self, context_id: int) -> Any:
+        """The context of that id, or None if this worker has no part in it."""
+
+
+class _Peer:
+    """What one peer has asked for."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.rate = TokenBucket(limits.calls_per_second, 2 * limits.calls_per_second)
+        self.references: set[int] = set()
+        self.contexts: set[int] = set()
+
+
+class Guard:
+    """The rules of one agent."""
+
+    def __init__(self, agent: "Agent", limits: Limits) -> None:
+        self._agent = agent
+        self.limits = limits
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+
+    def check(self, request: Request) -> None:
+        """Raise CallRefused unless the rules allow a request."""
+        message, caller, limits = request.message, request.caller, self.limits
+        peer = self._peer(caller)
+        if not peer.rate.take():
+            raise CallRefused(f"rule 'calls_per_second': more than {limits.calls_per_second:g}; ask again later")
+        if len(request.session.requests.running) > limits.running:
+            raise CallRefused(f"rule 'running': {limits.running} requests of yours are under way; wait for some")
+        if _held_bytes(request) > limits.kept_bytes:
+            raise CallRefused(f"rule 'kept_bytes': {limits.kept_bytes} bytes wait for you to say that they arrived")
+        if type(message) is RpcWithAutograd:
+            self._check_context_count(peer, message.metadata.context_id)
+            self._check_call(peer, request, message.call)
+        elif type(message) in (PythonCall, PythonRemoteCall, RRefFetch):
+            self._check_call(peer, request, message)
+        elif type(message) is PropagateGradients:
+            self._check_part(message.metadata.context_id)  # that it answers a message sent from here, the engine checks
+        elif type(message) in (BeginPass, RRefBackward):
+            self._check_part(message.context_id)  # type: ignore[union-attr] # both have one
+            if type(message) is RRefBackward:
+                _check_own(message.rref_id, caller)
+        elif type(message) is RRefUserDelete:
+            with self._lock:
+                peer.references.difference_update(rref_id for rref_id, _ in message.forks)
+        elif type(message) not in _FREE:
+            raise CallRefused(f"rule 'exports only': a {type(message).__name__} is not served here")
+
+    def _peer(self, member: "Member") -> _Peer:
+        peer = self._peers.get(member.name)
+        if peer is None:
+            with self._lock:
+                peer = self._peers.setdefault(member.name, _Peer(self.limits))
+        return peer
+
+    def _check_call(self, peer: _Peer, request: Request, call: Any) -> None:
+        if type(call) is RRefFetch:
+            _check_own(call.rref_id, request.caller)
+            return
+        if type(call) not in (PythonCall, PythonRemoteCall):
+            raise CallRefused(f"rule 'exports only': a {type(call).__name__} is not served here")
+        definition = request.session.functions.definition(call.function)
+        if definition is not None:
+            find_export(definition, request.caller.name)
+        else:
+            raise CallRefused("rule 'exports only': a function came by value; call exported names alone")
+        if type(call) is PythonRemoteCall:
+            _check_own(call.rref_id, request.caller)
+            with self._lock:
+                if len(peer.references) >= self.limits.references:
+                    raise CallRefused(f"rule 'references': {self.limits.references} results are kept for you already")
+                peer.references.add(call.rref_id)
+
+    def _check_context_count(self, peer: _Peer, context_id: int) -> None:
+        if context_id in peer.contexts:
+            return
+        with self._lock:
+            if len(peer.contexts) >= self.limits.contexts:
+                peer.contexts = {known for known in peer.contexts if self._has_part(known)}
+            if len(peer.contexts) >= self.limits.contexts:
+                raise CallRefused(f"rule 'contexts': {self.limits.contexts} contexts of yours are open here")
+            peer.contexts.add(context_id)
+
+    def _check_part(self, context_id: int) -> None:
+        if not self._has_part(context_id):
+            raise CallRefused(f"rule 'own contexts': this worker has no part in context {context_id}")
+
+    def _has_part(self, context_id: int) -> bool:
+        holder = self._agent.layers.find(ContextHolder)
+        return holder is not None and holder.get(context_id) is not None
+
+
+def install_guard(agent: "Agent") -> None:
+    """Put on an agent what its options ask for. Before it is started: sessions and links look once."""
+    options, layers = agent.options, agent.layers
+    guard = Guard(agent, options.limits) if options.exports_only else None
+    audit = None if options.audit is None else Audit(agent.info.name, options.audit)
+    if audit is not None:
+        agent.install(audit)
+
+    def look(request: Request) -> None:
+        if audit is not None:
+            audit.asked(request)
+        if guard is not None:
+            guard.check(request)
+
+    if guard is not None or audit is not None:
+        layers.before_serving = look
+    layers.plain, layers.audit = guard is not None, audit
+
+
+def _held_bytes(request: Request) -> int:
+    """Bytes of the replies that are kept for a caller: encoded, or payload and memory of the tensors."""
+    held = 0
+    for reply in list(request.session.requests.replies.values()):
+        if len(reply) > 1:
+            _, _, _, payload, _, memory = reply
+            held += len(payload) + (len(memory) if isinstance(memory, bytes) else sum(s.nbytes for s in memory))
+        else:
+            held += len(reply[0])
+    return held
+
+
+def _check_own(rref_id: int, caller: "Member") -> None:
+    if worker_of(rref_id) != caller.worker_id:
+        raise CallRefused(f"rule 'own references': reference {rref_id} was not made by worker {caller.name!r}")
