@@ -16,6 +16,7 @@ SETTINGS = {
     "reinforcement": ["--rounds", "6"],
     "split_learning": ["--steps", "40"],
     "sharded_embedding": ["--steps", "20"],
+    "survive": ["--steps", "40", "--kills", "2"],
 }
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py") if not path.stem.endswith("_picture"))
 
@@ -70,6 +71,16 @@ def test_the_demo_learns_and_draws(tmp_path: Path) -> None:
     assert "<svg" in page
     for worker in ("trainer", "stem", "trunk", "server"):
         assert worker in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_run_survives_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    out = run("survive", "--output", str(tmp_path / "loss.png"))
+    assert "2 deaths; every bit as in an undisturbed run: True" in out
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

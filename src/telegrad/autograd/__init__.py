@@ -13,6 +13,7 @@ from torch import Tensor
 from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import current, registry, within
+from telegrad.cuda import order
 from telegrad.errors import AutogradError
 from telegrad.ids import ContextId
 
@@ -92,6 +93,8 @@ def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tens
             return dict(rpc.rpc_sync(worker, _gradient_pairs, args=(ContextId(context_id),)))
     found = registry().find(context_id)
     found.check_usable()
+    if order.active:
+        order.adopt(found.gradients.values())
     return dict(found.gradients)
 
 

@@ -46,7 +46,7 @@ class EngineLayer(Service, ContextEngine, BackwardRunner):
             TooLateForPass: Served(self.serve_too_late),
             AbortPass: Served(self.serve_abort),
             ParticipantDied: Served(self.serve_participant_died),
-            CleanupAutogradContext: Served(partial(serve_cleanup, self.agent), deferrable=True),
+            CleanupAutogradContext: Served(partial(serve_cleanup, self), deferrable=True),
             WithGraph: Served(self._serve_with_graph),
             RRefBackward: Served(partial(serve_backward, self.agent)),
         }
@@ -69,7 +69,7 @@ class EngineLayer(Service, ContextEngine, BackwardRunner):
 
     def end_everywhere(self, context_id: ContextId) -> None:
         """Forget a context here and on all workers it reached."""
-        end_context(self.agent, context_id)
+        end_context(self, context_id)
 
     def backward_from(self, rref: RRef[Any], context_id: int, retain_graph: bool, create_graph: bool) -> None:
         """Run a pass whose root is a reference."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import edge_of
-from telegrad.autograd.registry import registry, within
+from telegrad.autograd.registry import within
 from telegrad.engine.passes import Roots
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError
@@ -57,14 +57,15 @@ def backward(
     """
     agent = require_agent()
     since = 0.0 if trace.recorder is None else trace.now()
-    context = registry().find(context_id)
+    service = agent.layer(Service)
+    context = service.registry.find(context_id)
     context.check_usable()
     started = as_roots(context, roots, grad_tensors)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
     if create_graph:
-        pass_ = agent.layer(Service).open_recording(context, seconds)
+        pass_ = service.open_recording(context, seconds)
     else:
-        pass_ = agent.layer(Service).open(context, retain_graph, seconds)
+        pass_ = service.open(context, retain_graph, seconds)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         with agent.layer(PassProfiler).profiling(context):
             pass_.begin(started)

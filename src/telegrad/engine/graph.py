@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Gradients, Taker, running_in, taker
+from telegrad.cuda import order
 from telegrad.engine.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.cut import cut_before
 from telegrad.engine.leaves import LeafSums, hooks_held, may_share, put_aside, put_back, shared_held, written
@@ -176,6 +177,13 @@ class Graph:
         """The post-hook of a node that leads out of a cut batch: keep what the engine will not take there."""
         if taker() != self._taker:
             return  # another engine call over the same graph: of another pass, or a user's own
+        if order.active:
+            with order.back_on_lane(leaving):  # a node runs on the streams of its forward
+                self._keep(collected, node, inside, leaving)
+        else:
+            self._keep(collected, node, inside, leaving)
+
+    def _keep(self, collected: list[Root], node: Node, inside: set[Node | None], leaving: Gradients) -> None:
         for (child, position), gradient in zip(self.edges[node], leaving, strict=True):
             if child is None or child in inside:
                 continue

@@ -173,7 +173,7 @@ class LocalPass(Generic[K]):
                 if self._untold:
                     self._tell_none(recvs)  # those that a node gave no gradient
                 if batch is _LAST:
-                    self._all_has_run(graph)
+                    self._all_has_run(graph.gradients)
                     return
                 taken = self._take()
         except BaseException as error:
@@ -206,12 +206,14 @@ class LocalPass(Generic[K]):
             self._running = False
             return None
 
-    def _all_has_run(self, graph: Graph) -> None:
+    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        """The last batch has run. False if the pass was given up meanwhile."""
         with self._lock:
             self._running = False
-            if not self.over:
-                self.gradients, self.done = graph.gradients, True
             self._release()
+            if not self.over:
+                self.gradients, self.done = gradients, True
+            return self.done
 
     def abort(self) -> None:
         """Give up and release everything. What is in the engine now still ends, but nothing is delivered any more."""

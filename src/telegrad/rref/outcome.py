@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from telegrad.cuda import order
 from telegrad.rpc.remote_errors import rebuild_exception
 from telegrad.rpc.threads.interrupts import interruptible
 from telegrad.rpc.threads.yield_turn import blocking
@@ -18,11 +19,12 @@ MakeError = Callable[[], BaseException]
 class Outcome:
     """A value, an error, or neither yet. Whoever sets it must be the only one, or not care to be second."""
 
-    __slots__ = ("_told", "done", "failure", "value")
+    __slots__ = ("_told", "done", "failure", "made", "value")
 
     def __init__(self) -> None:
         self.done = False
         self.value: Any = None
+        self.made: order.Mark | None = None  # with CUDA tensors: the streams the value was made on
         # Makes the error anew for each place that raises it: a raised exception holds on to the frames it went through.
         self.failure: MakeError | None = None
         self._told: deque[Callable[[], None]] = deque()
@@ -34,6 +36,8 @@ class Outcome:
     def set(self, value: Any) -> None:
         """The value is there."""
         if not self.done:
+            if order.active:
+                self.made = order.mark(value)
             self.value = value
             self._finish()
 
@@ -76,6 +80,8 @@ class Outcome:
         """The value of a finished one; raises its error if it failed."""
         if self.failure is not None:
             raise self.failure()
+        if self.made is not None:
+            order.follow(self.made)
         return self.value
 
 

@@ -336,6 +336,12 @@ class WaitsReply(Message, frozen=True, tag=47):
     waits: tuple[tuple[str, int], ...]
 
 
+class CancelCall(Message, frozen=True, tag=64):
+    """Nobody waits any more for the call sent on this link under `request_id`: stop it, if that can be done."""
+
+    request_id: int
+
+
 class Observe(Message, frozen=True, tag=60):
     """Tell me about yourself: `what` says what, `data` is what that needs. Answered even if all threads are taken."""
 
@@ -347,6 +353,38 @@ class Observed(Message, frozen=True, tag=61):
     """What was asked for, as msgpack; nothing in it is pickled."""
 
     data: bytes
+
+
+class AnnounceDeviceBlock(Message, frozen=True, tag=80):
+    """A block of my device memory that messages will name; with `ask`, tell me whether you can open it."""
+
+    number: int
+    size: int
+    gpu: str  # its UUID
+    offset: int  # in the memory that the handle stands for
+    memory: bytes  # what it is opened with
+    page: int  # the block of shared memory, and the place in it, that says which use was written and read
+    flag: int
+    ask: bool
+
+
+class DeviceBlockOpened(Message, frozen=True, tag=81):
+    """I opened a block of your device memory, or cannot, and why."""
+
+    number: int
+    refusal: str
+
+
+class ReleaseDeviceBlocks(Message, frozen=True, tag=82):
+    """I have copied these blocks of your device memory, or closed them if you had retired them."""
+
+    blocks: tuple[int, ...]
+
+
+class RetireDeviceBlocks(Message, frozen=True, tag=83):
+    """I will not use these blocks of my device memory again; close them and tell me."""
+
+    blocks: tuple[int, ...]
 
 
 AnyMessage = (
@@ -391,6 +429,11 @@ AnyMessage = (
     | DialBack
     | DebugWaits
     | WaitsReply
+    | CancelCall
     | Observe
     | Observed
+    | AnnounceDeviceBlock
+    | DeviceBlockOpened
+    | ReleaseDeviceBlocks
+    | RetireDeviceBlocks
 )
