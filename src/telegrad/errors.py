@@ -8,6 +8,7 @@
     |-- UnknownWorker (ValueError)         no such name, rank or id
     |-- InvalidName (ValueError)  what was given cannot be the name of a worker
     |-- RpcTimeout (TimeoutError)  a deadline passed: names what was waited for
+    |-- CallCancelled             the call was cancelled by `Future.cancel`, or by cancelling what awaited it
     |-- WorkerDied (ConnectionError)       a worker closed or fell silent: names it and what it was asked
     |-- AuthenticationError       a peer could not prove that it knows the job's secret, or there is none to prove
     |-- ProtocolError             a peer sent bytes that are not a valid message; that connection is closed
@@ -24,11 +25,17 @@
         |-- ContextFailed (WorkerDied)     the context lost a participant: names it
         `-- GradientMismatch      a gradient does not fit the tensor it belongs to
 
+    GradientsEndHere (UserWarning)         a result that requires grad, of a call outside any context
+
 What is in brackets is a second base: a builtin, so that a program written for `except TimeoutError`, or for the
 RuntimeError that torch raises, keeps working; or an error that calls for the same answer. An exception raised by a
 user's function on another worker arrives as its own type wherever that can be rebuilt; only what cannot be becomes
 `RemoteError`.
 """
+
+
+class GradientsEndHere(UserWarning):
+    """A result that requires grad came from a call outside any context: no gradient will go back to its owner."""
 
 
 class TelegradError(RuntimeError):
@@ -61,6 +68,10 @@ class InvalidName(TelegradError, ValueError):
 
 class RpcTimeout(TelegradError, TimeoutError):
     """A deadline passed before what was waited for arrived."""
+
+
+class CallCancelled(TelegradError):
+    """Nobody waits for the call any more, because its caller said so."""
 
 
 class WorkerDied(TelegradError, ConnectionError):

@@ -49,6 +49,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     host: str = ""  # the identity of its host: equal to ours where its process can be looked up
     secret: bytes = b""  # what to prove to it, in an insecure job: whoever can read this record may call it
     hearsay: bool = False  # repeated by another worker, and not to be trusted over what a worker says of itself
+    gpus: tuple[str, ...] = ()  # the UUIDs of the GPUs it sees, in its own order
+    devices: tuple[str, ...] = ()  # the devices it was told to use, if it was
     certificate: bytes = b""  # fingerprint of the one it shows on TCP; empty if it speaks no TLS
     exited: bool = False  # it leaves because its program ended, without a shutdown
 

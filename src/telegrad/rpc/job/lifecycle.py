@@ -20,7 +20,9 @@ from telegrad.rpc.job.environment import detect
 from telegrad.rpc.job.join import end_job, leave, let_go_of_place, start
 from telegrad.rpc.job.membership import Membership
 from telegrad.rpc.options import DEFAULT_INIT_METHOD, DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
+from telegrad.rpc.threads import interrupts
 from telegrad.rpc.threads.cores import return_share, take_share
+from telegrad.rpc.threads.interrupts import pause
 from telegrad.rpc.workers import WorkerInfo, check_name
 
 _LOOK_SECONDS = 0.001
@@ -102,6 +104,7 @@ def start_worker(
 ) -> Agent:
     """Start the agent of this process; the workers meet in `store`, or where the options say. `job` is what the engine
     that started it calls the job, if there is one."""
+    interrupts.install()
     with _lock:
         if current_agent() is not None:
             raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
@@ -129,6 +132,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         let_go_of_place(agent)
         agent.close()
         return_share()
+        interrupts.uninstall()
 
 
 def wait_for_all(agent: Agent, timeout: float, leaving: bool = True, prepare: bool = True) -> None:
@@ -194,7 +198,7 @@ def _drain(agent: Agent, deadline: float, timeout: float) -> None:
                 f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s; still under way: "
                 f"{', '.join(waiting[:10])}"
             )
-        time.sleep(_LOOK_SECONDS)
+        pause(_LOOK_SECONDS)
 
 
 def _deliver(agent: Agent, deadline: float) -> None:
