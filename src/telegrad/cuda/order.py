@@ -137,7 +137,7 @@ def current_lane() -> Lane | None:
 
 def is_on_default() -> bool:
     """Whether this thread's current streams are the default ones."""
-    return _local.lane is None and not any([current_stream(device) for device in _devices])
+    return _local.lane is None and not any(current_stream(device) for device in _devices)
 
 
 def default_lane() -> Lane:
@@ -151,15 +151,19 @@ def default_lane() -> Lane:
 def end(lane: Lane) -> None:
     """A request or a pass on this lane is about to be answered: from now on others follow its work."""
     with _lock:
-        lane.uses += 1
-        lane.ended_at = now()
-        lane.ended = lane.unfinished = True
+        _end(lane)
+
+
+def _end(lane: Lane) -> None:
+    lane.uses += 1
+    lane.ended_at = now()
+    lane.ended = lane.unfinished = True
 
 
 def give_back(lane: Lane) -> None:
     """A request or a pass is over."""
-    end(lane)
     with _lock:
+        _end(lane)
         _free.append(lane)
 
 
