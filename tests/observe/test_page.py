@@ -97,6 +97,7 @@ def test_a_run_and_a_killed_worker():
                 wait_until(lambda: "4 of 4" in text(view, "summary"))
                 assert page.token not in view.current_url
                 wait_until(lambda: "worker1" in text(view, "links"))
+                wait_until(lambda: any(w["name"] == "worker0" and w["calls"] > 0 for w in fetch(page.url)["workers"]))
                 assert "worker3" in text(view, "references") and "3.0 MB" in text(view, "references")
                 assert view.execute_script("return document.querySelectorAll('.uplot canvas').length") == 3
                 number = view.execute_script("return document.body.dataset.number")

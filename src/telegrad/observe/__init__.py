@@ -19,11 +19,12 @@ from telegrad.rpc.job.debug_waits import Waits
 
 if TYPE_CHECKING:
     from telegrad.observe.explanation import explain
+    from telegrad.observe.spans import trace_calls
     from telegrad.observe.timeline.recording import record
 
-__all__ = ["explain", "install", "record"]
+__all__ = ["explain", "install", "record", "trace_calls"]
 
-_LAZY = {"explain": "explanation", "record": "timeline.recording"}
+_LAZY = {"explain": "explanation", "record": "timeline.recording", "trace_calls": "spans"}
 
 
 def __getattr__(name: str) -> Any:
