@@ -1,6 +1,7 @@
 # Every target works in a fresh clone: it creates .venv and installs what it needs, once.
 #   make test ARGS="-m 'not slow' tests/wire"      ARGS goes to the program behind any target
 #   make bench BASE=bench-output/before.json       compares with a saved run
+#   make bench CASES=cuda                          some cases or groups only
 #   make test PYTHON=python3.13                    another interpreter (only when .venv is created)
 
 PYTHON ?= python3
@@ -10,6 +11,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 TORCH  := $(shell grep '^torch==' constraints.txt)
 ARGS   ?=
 BASE   ?=
+CASES  ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -37,7 +39,7 @@ format: $(VENV)/.installed-dev  ## put formatting and imports right
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed-bench  ## Telegrad and torch.distributed.rpc side by side
-	$(BIN)/python -m benchmarks --json bench-output/latest.json $(if $(BASE),--base $(BASE)) $(ARGS)
+	$(BIN)/python -m benchmarks --json bench-output/latest.json $(if $(BASE),--base $(BASE)) $(if $(CASES),--cases $(CASES)) $(ARGS)
 
 conformance: $(VENV)/.installed-dev  ## PyTorch's own tests of these modules, run on Telegrad
 	$(BIN)/python -m tests.conformance $(ARGS)

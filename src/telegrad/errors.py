@@ -24,11 +24,17 @@
         |-- ContextFailed (WorkerDied)     the context lost a participant: names it
         `-- GradientMismatch      a gradient does not fit the tensor it belongs to
 
+    GradientsEndHere (UserWarning)         a result that requires grad, of a call outside any context
+
 What is in brackets is a second base: a builtin, so that a program written for `except TimeoutError`, or for the
 RuntimeError that torch raises, keeps working; or an error that calls for the same answer. An exception raised by a
 user's function on another worker arrives as its own type wherever that can be rebuilt; only what cannot be becomes
 `RemoteError`.
 """
+
+
+class GradientsEndHere(UserWarning):
+    """A result that requires grad came from a call outside any context: no gradient will go back to its owner."""
 
 
 class TelegradError(RuntimeError):

@@ -30,7 +30,8 @@ from telegrad.errors import (
 from telegrad.ids import Incarnation, generation_of
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.job import store as store_host
-from telegrad.rpc.job.member_log import MemberLog
+from telegrad.rpc.job.member_log import read_records
+from telegrad.rpc.job.store_client import Prefixed
 from telegrad.rpc.trust.seal import Seal
 from telegrad.rpc.trust.secret import user_secret
 from tests.cluster import WAYS, cluster, end, join, process
@@ -175,12 +176,10 @@ def test_nothing_works_before_the_beginning() -> None:
 
 def wait_for_rank(rank: int, meeting: str, kind: str = "static") -> None:
     """Wait until a worker has said that it is there."""
-    place = MemberLog(FileStore(meeting.removeprefix("file://"), -1), kind, Seal(user_secret()))
-    came: set[int] = set()
+    log = Prefixed(f"telegrad/{kind}", FileStore(meeting.removeprefix("file://"), -1))
 
     def look() -> bool:
-        place.news(lambda members: came.update(int(m.worker_id) for m in members))
-        return rank in came
+        return any(int(member.worker_id) == rank for member in read_records(log, Seal(user_secret())))
 
     wait_until(look, 30)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.nn import (
     RemoteModule,
     checkpoint,
@@ -52,6 +52,52 @@ def test_state_is_that_of_one_process() -> None:
     assert state_dict(mixed)._metadata == whole.state_dict()._metadata
     assert_same(mixed.state_dict(), whole.state_dict())
     assert mixed.state_dict()._metadata == whole.state_dict()._metadata
+
+
+def form_of(module: Any) -> list[tuple[str, bool, bool, bool]]:
+    """On the owner: dtype, whether it is trained, whether it has a gradient, the mode."""
+    found = module.local_value()
+    return [(str(p.dtype), p.requires_grad, p.grad is not None, found.training) for p in found.parameters()]
+
+
+def give_grad(module: Any) -> None:
+    for param in module.local_value().parameters():
+        param.grad = torch.ones_like(param)
+
+
+def forms(model: nn.Module) -> list[list[tuple[str, bool, bool, bool]]]:
+    remote = [module for module in model.modules() if isinstance(module, RemoteModule)]
+    return [rpc.rpc_sync(each.on, form_of, (each.get_module_rref(),)) for each in remote]
+
+
+def test_what_is_done_to_a_model_reaches_its_remote_modules() -> None:
+    model = nn.Sequential(Stack(MIXED), nn.Linear(3, 3))
+    remote = [module for module in model.modules() if isinstance(module, RemoteModule)]
+    assert len(remote) == 2
+    for each in remote:
+        rpc.rpc_sync(each.on, give_grad, (each.get_module_rref(),))
+    assert all(form == ("torch.float32", True, True, True) for forms_ in forms(model) for form in forms_)
+    model.zero_grad()
+    model.requires_grad_(False)
+    model.eval()
+    assert all(form == ("torch.float32", False, False, False) for forms_ in forms(model) for form in forms_)
+    assert model.to("cpu") is model
+    model.to(torch.float64)
+    model.train()
+    model.requires_grad_(True)
+    assert all(form == ("torch.float64", True, False, True) for forms_ in forms(model) for form in forms_)
+    model.half()
+    assert all(form == ("torch.float16", True, False, True) for forms_ in forms(model) for form in forms_)
+
+
+def test_a_frozen_model_has_no_gradients_anywhere() -> None:
+    model = Stack(MIXED).requires_grad_(False)
+    x = torch.ones(2, 6, requires_grad=True)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [model(x).sum()])
+        assert set(autograd.get_gradients(context_id)) == {x}
+        assert not autograd.get_gradients(context_id, "ps0")
+        assert not autograd.get_gradients(context_id, "ps1")
 
 
 def test_parameters_are_listed_as_in_one_process() -> None:

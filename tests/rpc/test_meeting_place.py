@@ -8,6 +8,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from telegrad.errors import RendezvousError
 from telegrad.ids import Incarnation, WorkerId, draw_incarnation, generation_of
 from telegrad.rpc.job import store as store_host
+from telegrad.rpc.job.job_marker import JobMarker
 from telegrad.rpc.job.member_log import MemberLog, open_store
 from telegrad.rpc.job.member_log import _encode as encode_member
 from telegrad.rpc.trust.seal import UNSEALED
@@ -25,7 +26,7 @@ def read(place: MemberLog) -> list[int]:
 
 
 def test_news_come_once() -> None:
-    place = MemberLog(HashStore(), "open")
+    place = MemberLog(HashStore(), JobMarker("open"))
     place.publish(record(0, 1024))
     place.publish(record(1, 1024))
     assert read(place) == [0, 1]
@@ -36,7 +37,7 @@ def test_news_come_once() -> None:
 
 def test_one_who_died_while_writing_hides_nobody() -> None:
     store = HashStore()
-    place, slow = MemberLog(store, "open"), MemberLog(store, "open")
+    place, slow = MemberLog(store, JobMarker("open")), MemberLog(store, JobMarker("open"))
     index = int(slow._open_log().add("records", 1)) - 1  # the first half of `publish`
     place.publish(record(1, 1024))
     assert read(place) == [1]
@@ -48,13 +49,13 @@ def test_one_who_died_while_writing_hides_nobody() -> None:
 
 def test_one_kind_of_job_in_a_store() -> None:
     store = HashStore()
-    MemberLog(store, "open")
+    MemberLog(store, JobMarker("open"))
     with pytest.raises(RendezvousError, match="world_size"):
-        MemberLog(store, "static")
+        MemberLog(store, JobMarker("static"))
 
 
 def test_a_lost_place_says_so_and_a_new_one_begins_empty() -> None:
-    place = MemberLog(HashStore(), "open")
+    place = MemberLog(HashStore(), JobMarker("open"))
     place.publish(record(0, 1024))
     place.lose()
     assert read(place) == []
@@ -66,7 +67,7 @@ def test_a_lost_place_says_so_and_a_new_one_begins_empty() -> None:
 
 def test_ids_and_generations_go_on_where_the_lost_log_had_been() -> None:
     survivor, newcomer = Incarnation(7 << 10), Incarnation(9 << 10 | 3)
-    place = MemberLog(HashStore(), "open")
+    place = MemberLog(HashStore(), JobMarker("open"))
     place.restore({WorkerId(1): survivor, WorkerId(4): newcomer})
     place.restore({WorkerId(1): survivor})  # another survivor, which knows less
     assert place.next_id() == 5
@@ -75,7 +76,7 @@ def test_ids_and_generations_go_on_where_the_lost_log_had_been() -> None:
 
 
 def test_one_that_thought_itself_the_first_learns_better() -> None:
-    place = MemberLog(HashStore(), "static")
+    place = MemberLog(HashStore(), JobMarker("static"))
     mine = draw_incarnation(place.next_generation(0))
     assert not place.is_outdated(0, mine)
     place.restore({WorkerId(0): draw_incarnation(0), WorkerId(1): draw_incarnation(0)})
@@ -86,7 +87,7 @@ def test_one_that_thought_itself_the_first_learns_better() -> None:
 
 
 def test_a_place_that_was_joined_before_it_moved_is_not_outdated() -> None:
-    place = MemberLog(HashStore(), "static")
+    place = MemberLog(HashStore(), JobMarker("static"))
     mine = draw_incarnation(place.next_generation(0))
     place.restore({WorkerId(0): mine})
     assert not place.is_outdated(0, mine)

@@ -13,17 +13,31 @@ from torch import Tensor
 from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import current, registry, within
+from telegrad.cuda import order
 from telegrad.errors import AutogradError
 from telegrad.ids import ContextId
 
 if TYPE_CHECKING:
     from telegrad.engine.backward import backward, backward_async
+    from telegrad.engine.higher.grad import grad, hvp, vjp
 
-__all__ = ["Context", "backward", "backward_async", "context", "get_gradients", "inspect_context"]
+__all__ = [
+    "Context",
+    "backward",
+    "backward_async",
+    "context",
+    "get_gradients",
+    "grad",
+    "hvp",
+    "inspect_context",
+    "vjp",
+]
+
+_FROM_ABOVE = ("backward", "backward_async", "grad", "hvp", "vjp")
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("backward", "backward_async"):
+    if name in _FROM_ABOVE:
         found = globals()[name] = getattr(importlib.import_module("telegrad.engine"), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -79,11 +93,13 @@ def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tens
             return dict(rpc.rpc_sync(worker, _gradient_pairs, args=(ContextId(context_id),)))
     found = registry().find(context_id)
     found.check_usable()
+    if order.active:
+        order.adopt(found.gradients.values())
     return dict(found.gradients)
 
 
 def _gradient_pairs(context_id: int) -> list[tuple[Tensor, Tensor]]:
-    return [(leaf.detach(), gradient) for leaf, gradient in registry().find(context_id).gradients.items()]
+    return [(leaf.detach(), gradient.detach()) for leaf, gradient in registry().find(context_id).gradients.items()]
 
 
 def inspect_context(context_id: int) -> dict[str, Any]:

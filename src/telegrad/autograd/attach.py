@@ -8,15 +8,17 @@ A call outside any context passes untouched. One inside is always wrapped, even 
 function may use parameters, or call on to others, and both must happen in the caller's context.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import SendNode, attach_recv
+from telegrad.autograd.outside import leave_behind, without_grad
 from telegrad.autograd.registry import Registry, current, registry_of, within
 from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
@@ -37,6 +39,7 @@ from telegrad.wire.messages import (
 )
 from telegrad.wire.specs import Flag
 
+_REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)  # a plain int: arithmetic on enums costs a microsecond
 _CALLS = {PythonCall, PythonRemoteCall, RRefFetch}
 
 
@@ -48,12 +51,12 @@ def record_call(
     registry: Registry, to: WorkerId, message: AnyMessage, tensors: list[Tensor]
 ) -> tuple[AnyMessage, OnReply] | None:
     """A call goes out: wrapped if it is made in a context."""
+    if not torch.is_grad_enabled():
+        return message, _WITHOUT_GRAD
     context = current.get()
     if context is None:
         _check_strict(registry, to, tensors)
         return None
-    if not torch.is_grad_enabled():
-        return message, _WithoutGrad()
     if type(message) not in _CALLS:
         return None
     context.check_usable()
@@ -67,7 +70,7 @@ def record_call(
 def _check_strict(registry: Registry, to: WorkerId, tensors: list[Tensor]) -> None:
     """Outside any context nothing is recorded. While a strict one is open, that is taken for a mistake."""
     strict = registry.strict_context()
-    if strict is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if strict is not None and any(tensor.requires_grad for tensor in tensors):
         raise AutogradError(
             f"a tensor that requires grad was about to be sent to worker {to} outside any context, while the strict "
             f"context {strict} is open: its gradient would be lost. Make the call in the block of the context, or in "
@@ -80,10 +83,13 @@ class _WithoutGrad:
     """Under `no_grad` a result must not require grad, as it would not in one process."""
 
     def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
-        return message, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+        return message, without_grad(tensors) if tensors else tensors
 
     def unsent(self) -> None:
         """Nothing was recorded."""
+
+
+_WITHOUT_GRAD = _WithoutGrad()
 
 
 def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: list[Tensor]) -> AutogradMetadata:
@@ -94,21 +100,22 @@ def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: li
     return AutogradMetadata(context.context_id, message_id)
 
 
-def _record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
+def record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
     """Put the tensors that required grad at their sender behind a Recv."""
-    positions = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
-    if not positions:
+    required = [tensor.requires_grad for tensor in tensors]
+    if True not in required:
         return tensors
     plain = [
-        _of_parameter(tensors[i], tensors) if type(tensors[i]) is not Tensor else tensors[i].requires_grad_(False)
-        for i in positions
+        tensor.requires_grad_(False) if type(tensor) is Tensor else _of_parameter(tensor, tensors)
+        for tensor in tensors
+        if tensor.requires_grad
     ]
     attached, recv = attach_recv(plain, message_id, sender)
     context.add_recv(recv)
-    tensors = list(tensors)
-    for position, tensor in zip(positions, attached, strict=True):
-        tensors[position] = tensor
-    return tensors
+    if len(attached) == len(tensors):
+        return list(attached)
+    behind = iter(attached)
+    return [next(behind) if was else tensor for tensor, was in zip(tensors, required, strict=True)]
 
 
 def _of_parameter(parameter: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -122,15 +129,12 @@ def _of_parameter(parameter: Tensor, tensors: list[Tensor]) -> Tensor:
     return tensor
 
 
-class _Recorded:
+class _Recorded(msgspec.Struct, eq=False):
     """A recorded call on its way: what its reply adds to the context, and what is to be done if it cannot be sent."""
 
-    __slots__ = ("_context", "_message_id", "_to")
-
-    def __init__(self, context: Context, to: WorkerId, message_id: MessageId) -> None:
-        self._context = context
-        self._to = to
-        self._message_id = message_id
+    _context: Context
+    _to: WorkerId
+    _message_id: MessageId
 
     def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
         if type(message) is not RpcWithAutogradReply:
@@ -139,9 +143,11 @@ class _Recorded:
             )
         message_id = message.metadata.message_id
         self._context.touch(message.participants)
-        if any(tensor.requires_grad for tensor in tensors):
-            self._context.arrived(message_id, self._to)
-        return message.reply, _record_recv(self._context, self._to, message_id, tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._context.arrived(message_id, self._to)
+                break
+        return message.reply, record_recv(self._context, self._to, message_id, tensors)
 
     def unsent(self) -> None:
         """The call did not leave: nobody will ever return gradients for its tensors."""
@@ -175,7 +181,7 @@ def serve_recorded(agent: Agent, request: Request) -> None:
         return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
 
     request.message = message.call
-    request.on_tensors = lambda tensors: _record_recv(context, caller, message_id, tensors)
+    request.on_tensors = lambda tensors: record_recv(context, caller, message_id, tensors)
     request.on_reply = on_reply
     request.scope = lambda: within(context)
     request.session.serve(request)
@@ -194,7 +200,7 @@ def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
 
 def _has_gradients(frame: Frame) -> bool:
     """Whether a message has tensors that require grad, so that there is a Send that waits to hear."""
-    return any(spec.flags & Flag.REQUIRES_GRAD for spec in frame.tensors)
+    return any(spec.flags & _REQUIRES_GRAD for spec in frame.tensors)
 
 
 class AutogradLayer(Registry):
@@ -205,6 +211,10 @@ class AutogradLayer(Registry):
         return {RpcWithAutograd: Served(partial(serve_recorded, self.agent))}
 
     wrap_call = record_call  # not by way of a method: it is on the path of every call
+
+    def on_plain_reply(self, what: Callable[[], str], tensors: list[Tensor]) -> list[Tensor]:
+        """Of a call outside any context."""
+        return leave_behind(what, tensors)
 
     def on_late_reply(self, frame: Frame, sender: WorkerId) -> None:
         """Its tensors are lost, and their Send must hear so."""

@@ -81,6 +81,19 @@ def _torch() -> Finding:
     return Finding("torch", saw)
 
 
+def _engine() -> Finding:
+    from telegrad.errors import RendezvousError
+    from telegrad.rpc.job.environment import detect
+
+    try:
+        found = detect(os.environ, socket.getfqdn())
+    except RendezvousError as error:
+        return Finding("started by", str(error), "init_rpc() without arguments fails here for this reason")
+    if not found.facts:
+        return Finding("started by", "no engine: init_rpc needs a name, and MASTER_ADDR and MASTER_PORT")
+    return Finding("started by", str(found))
+
+
 def _cores() -> Finding:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     load = os.getloadavg()[0]
@@ -239,6 +252,7 @@ def _thread_hand_over() -> Finding:
 CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
     _torch,
+    _engine,
     _cores,
     _arithmetic,
     _unix_sockets,

@@ -104,7 +104,7 @@ def _release_context(context_id: int) -> None:
     ending = registry().find(context_id)
     if current.get() is ending:
         current.set(None)
-    engine.end_context(require_agent(), ContextId(context_id))
+    registry().end_everywhere(ContextId(context_id))
 
 
 def _get_max_id() -> int:

@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import selectors
+import shutil
 import socket
 import sys
 import tempfile
@@ -42,6 +43,7 @@ class Cluster:
     def __init__(self, names: Sequence[str], show_output: bool, env: Mapping[str, str]) -> None:
         self.names = tuple(names)
         self.dashboard = ""  # the address of its live page, if it has one
+        self._owner = os.getpid()
         self._processes: dict[str, Supervised] = {}
         self._lines: dict[str, socket.socket] = {}
         self._show_output = show_output
@@ -52,6 +54,11 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"<Cluster of {', '.join(self.names)}>"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it, and not its parent."""
+        return os.getpid() == self._owner
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -172,7 +179,10 @@ class Cluster:
             process.wait(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
-        """End the processes, whatever they do. Returns when they are gone and their output has been shown."""
+        """End the processes, whatever they do. Returns when they are gone and their output has been shown. A forked
+        child of the process that made them leaves them alone."""
+        if not self.is_ours:
+            return
         self.stop_restarting()
         for process in self._processes.values():
             process.dismissed = True
@@ -231,23 +241,25 @@ def local_cluster(
     environment = {**os.environ, **(env or {})}
     environment |= variables_for(len(names), environment, threads)
     environment["TELEGRAD_BOOT_PATH"] = json.dumps([p or os.getcwd() for p in sys.path])
-    with tempfile.TemporaryDirectory(prefix="telegrad-") as directory:
-        options = rpc.RpcBackendOptions() if options is None else copy.copy(options)
-        options.init_method = Path(directory, "meeting").as_uri()
-        options.secret = secrets.token_hex(32)
-        cluster = Cluster(names, show_output, environment)
-        try:
-            cluster.start(options)
-            rpc.init_rpc(names[0], rank=0, world_size=len(names), rpc_backend_options=options)
-            if restart:
-                cluster.start_restarting()
-            with _page(cluster) if dashboard else contextlib.nullcontext():
-                yield cluster
-            cluster.stop_restarting()
-            if current_agent() is not None:  # the block may have called rpc.shutdown() itself
-                rpc.shutdown(timeout=shutdown_timeout)
-            cluster.wait_for_end(shutdown_timeout)
-        finally:
+    directory = tempfile.mkdtemp(prefix="telegrad-")
+    options = rpc.RpcBackendOptions() if options is None else copy.copy(options)
+    options.init_method = Path(directory, "meeting").as_uri()
+    options.secret = secrets.token_hex(32)
+    cluster = Cluster(names, show_output, environment)
+    try:
+        cluster.start(options)
+        rpc.init_rpc(names[0], rank=0, world_size=len(names), rpc_backend_options=options)
+        if restart:
+            cluster.start_restarting()
+        with _page(cluster) if dashboard else contextlib.nullcontext():
+            yield cluster
+        cluster.stop_restarting()
+        if current_agent() is not None:  # the block may have called rpc.shutdown() itself
+            rpc.shutdown(timeout=shutdown_timeout)
+        cluster.wait_for_end(shutdown_timeout)
+    finally:
+        if cluster.is_ours:  # and not in a child that was forked in the block
             if current_agent() is not None:
                 rpc.shutdown(graceful=False)
             cluster.end()
+            shutil.rmtree(directory, ignore_errors=True)

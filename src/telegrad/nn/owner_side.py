@@ -41,6 +41,21 @@ def set_mode(module: Any, training: bool) -> None:
     module.local_value().train(training)
 
 
+def set_requires_grad(module: Any, requires_grad: bool) -> None:
+    """`requires_grad_(requires_grad)` on the module."""
+    module.local_value().requires_grad_(requires_grad)
+
+
+def zero_grad(module: Any, set_to_none: bool) -> None:
+    """`zero_grad(set_to_none)` on the module."""
+    module.local_value().zero_grad(set_to_none)
+
+
+def convert(module: Any, dtype: torch.dtype) -> None:
+    """`to(dtype)` on the module."""
+    module.local_value().to(dtype)
+
+
 def parameter_references(modules: Sequence[Any], recurse: bool) -> list[list[tuple[str, Any]]]:
     """For each module, its parameters by name and reference; one that several share is listed once, with the first."""
     listed: set[torch.Tensor] = set()

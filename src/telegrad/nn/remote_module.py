@@ -4,6 +4,7 @@ It is a reference and a device, no more: parameters, buffers, hooks and mode are
 is a leaf, so that walking, calling, saving and restoring the model work, each crossing to the owner where it has to.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -159,11 +160,9 @@ class _RemoteModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Called when a model around this one is moved or converted. Moving concerns its local modules only."""
-        if fn(_PROBE).dtype != _PROBE.dtype:
-            raise ValueError(
-                f"a model that holds {self!r} cannot be converted to another dtype as a whole: "
-                "convert its local modules one by one, and the remote ones in their ``module_cls``"
-            )
+        dtype = fn(_PROBE).dtype
+        if dtype != _PROBE.dtype:
+            self._ask_owner(owner_side.convert, self.module_rref, dtype)
         return self
 
     def __repr__(self) -> str:
@@ -202,6 +201,7 @@ class _RemoteModule(nn.Module):
         # Listed with the instance, as torch's are, but unbound: bound ones would make a cycle, and the reference to the
         # owner's module would outlive the last use of this object.
         self.__dict__.update((method.__name__, method) for method in self.generated_methods)
+        _reach_from_models()
 
     def _forward_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         return self.module_rref, self.device, self.is_device_map_set, args, kwargs
@@ -250,6 +250,38 @@ def received(cls: type[_RemoteModule], *attributes: Any) -> _RemoteModule:
     remote_module.__dict__.update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, attributes, strict=True))
     remote_module._install_generated_methods()
     return remote_module
+
+
+# `requires_grad_` and `zero_grad` of a model walk over parameters, and a RemoteModule has none here: they would pass
+# over it without a word. So once there is a RemoteModule, these two of `nn.Module` go on to the owners. What else a
+# model does to its modules (`train`, `eval`, `to`, `state_dict`) comes by a method of the RemoteModule itself.
+
+_torchs_own: dict[str, Any] = {"requires_grad_": nn.Module.requires_grad_, "zero_grad": nn.Module.zero_grad}
+
+
+@functools.wraps(nn.Module.requires_grad_)
+def _requires_grad_everywhere(self: nn.Module, requires_grad: bool = True) -> nn.Module:
+    _torchs_own["requires_grad_"](self, requires_grad)
+    _tell_owners(self, owner_side.set_requires_grad, requires_grad)
+    return self
+
+
+@functools.wraps(nn.Module.zero_grad)
+def _zero_grad_everywhere(self: nn.Module, set_to_none: bool = True) -> None:
+    _torchs_own["zero_grad"](self, set_to_none)
+    _tell_owners(self, owner_side.zero_grad, set_to_none)
+
+
+def _tell_owners(model: nn.Module, function: Callable[..., None], *args: object) -> None:
+    remote = [module for module in model.modules() if isinstance(module, _RemoteModule)]
+    for future in [rpc.rpc_async(m.module_rref.owner(), function, args=(m.module_rref, *args)) for m in remote]:
+        future.wait()
+
+
+def _reach_from_models() -> None:
+    if nn.Module.requires_grad_ is not _requires_grad_everywhere:
+        nn.Module.requires_grad_ = _requires_grad_everywhere  # type: ignore[assignment,method-assign]
+        nn.Module.zero_grad = _zero_grad_everywhere  # type: ignore[method-assign]
 
 
 register_reducer(_RemoteModule, sent_form)

@@ -15,6 +15,7 @@ import torch
 from telegrad.rpc.client.link import Dialled, Link, Unanswered
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.client.replies import reply_frame, reply_tensors
+from telegrad.rpc.devices import Placement
 from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import OnReply
 from telegrad.rpc.options import RpcBackendOptions
@@ -25,8 +26,6 @@ from telegrad.rpc.peers.peers import MemberRecords, Peers
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.thread_watch import ThreadWatch
-from telegrad.rpc.threads.wakeup import Wakeup
-from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.tls import TlsEnds
@@ -37,7 +36,6 @@ from telegrad.wire.messages import AnyMessage, Goodbye
 log = logging.getLogger("telegrad.rpc")
 
 _NOTHING = Packed(b"", [])
-_LONG = 3600.0
 
 
 class Closable(Protocol):
@@ -67,6 +65,7 @@ class Agent:
         self.directory.update([member])
         self.store_recovery: Closable | None = None  # of the job that this worker is in
         self.runtime = runtime = Runtime(self.info, options)
+        runtime.placement = Placement(options, member)
         self.io_threads, self.timer, self.layers = runtime.io_threads, runtime.timer, runtime.layers
         self.install, self.layer, self.find_layer = self.layers.install, self.layers.layer, self.layers.find
         self.world_size: int | None = None
@@ -80,7 +79,7 @@ class Agent:
         self.idle_memory = IdleMemory(runtime, peers)
         # Bound, so that no call pays for a step in between.
         self.find, self.link = peers.find, peers.link
-        self.lost = peers.lost
+        self.lost, self.unanswered = peers.lost, peers.unanswered
         self.is_dead: Callable[[Member], bool] = peers.is_dead
         self.link_lost, self.session_lost = self.heartbeat.link_lost, self.heartbeat.session_lost
         self.said_goodbye, self.caller_said_goodbye = peers.said_goodbye, peers.caller_said_goodbye
@@ -153,18 +152,6 @@ class Agent:
         slot.wait()
         return self.reply_frame(slot).message
 
-    def ask_patiently(
-        self, member: Member, message: AnyMessage, *, timeout: float, what: Callable[[], str]
-    ) -> AnyMessage:
-        """The same for what may take for ever. Whoever waits in person reads the link for all, and each reply to others
-        would have to pass through a thread that sleeps most of the time; this one leaves the reading to them."""
-        wakeup = Wakeup()
-        slot = self.send(member, message, timeout=timeout, what=what, complete=lambda _: wakeup.set())
-        while not slot.done:
-            with blocking():
-                wakeup.wait(_LONG)
-        return self.reply_frame(slot).message
-
     def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
         """A notice, which has no reply. A lazy one goes with the next message to that worker, or a few ms later."""
         self.link(member).notify(message, lazy)
@@ -206,8 +193,8 @@ class Agent:
         served = [what for session in self.peers.sessions() for what in session.under_way()]
         return asked + served
 
-    def close(self, farewell: bool = True) -> None:
-        """End everything this agent owns."""
+    def close(self, farewell: bool = True, exited: bool = False) -> None:
+        """End everything this agent owns; `exited` tells the others that its program ended without a shutdown."""
         with self._lock:
             if self.closing:
                 return
@@ -215,7 +202,7 @@ class Agent:
         for layer in self.layers:
             layer.on_close()
         if farewell:
-            goodbye = Goodbye(self.member.incarnation)
+            goodbye = Goodbye(self.member.incarnation, exited)
             for session in self.peers.sessions():
                 session.farewell(goodbye)
             for link in self.peers.links():

@@ -184,6 +184,8 @@ def value_of(slot: Slot) -> Any:
         except BaseException:
             discard(slot.link.runtime.layers, slot.link.member, payload, tensors)
             raise
+    elif tensors and slot.link.runtime.layers.on_plain_reply is not None:
+        tensors = slot.link.runtime.layers.on_plain_reply(slot.what, tensors)
     if is_flat(payload):
         return unpack(payload, tensors)
     return unpack_from(slot.link.runtime.layers, slot.link.member, payload, tensors) if len(payload) else None

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from telegrad import trace
+from telegrad.cuda import order
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.threads.yield_turn import blocking
 
@@ -33,6 +34,7 @@ class Future(torch.futures.Future[T]):
     has_callbacks = False
     settling = False  # whether a thread that must not run callbacks is about to complete it
     _failure: "_Failure | None" = None
+    made: "order.Mark | None" = None  # with CUDA tensors: the streams its value was made on
 
     def __init__(self, *, devices: list[Any] | None = None, what: str = "a call") -> None:
         torch._C.Future.__init__(self, [torch.device(d) for d in devices] if devices else [])
@@ -54,8 +56,22 @@ class Future(torch.futures.Future[T]):
                     awaited.wait()
             if not self.done():
                 with blocking():
-                    return cast(T, torch._C.Future.wait(self))
+                    torch._C.Future.wait(self)
+        if self.made is not None:
+            order.follow(self.made)
         return cast(T, torch._C.Future.wait(self))
+
+    def value(self) -> T:
+        """The value of a future that is done; raises what the call raised."""
+        if self.made is not None:
+            order.follow(self.made)
+        return cast(T, torch._C.Future.value(self))
+
+    def set_result(self, result: T) -> None:
+        """Complete with a value. CUDA tensors in it are those of this thread's current streams."""
+        if order.active:
+            self.made = order.mark(result)
+        torch._C.Future.set_result(self, result)
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> "Future[S]":
         """A future of what `callback` returns once this one is done."""

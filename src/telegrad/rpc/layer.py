@@ -8,6 +8,7 @@ one above it offers, by a class of its own that the upper one derives from.
     happens                                         the layer is asked
     a request or notice came                        the handler in its `messages()`
     a call with values of the user goes out         wrap_call
+    tensors came with the reply of any other call   on_plain_reply
     a reply came that nobody waits for any more     on_late_reply
     a payload came that cannot be unpacked          on_discard
     records of members were read                    on_news
@@ -73,6 +74,11 @@ class Layer:
     ) -> tuple[AnyMessage, OnReply] | None:
         """A call goes out, with its tensors: the wrapped call and what to do with its reply, or None to let it pass."""
 
+    def on_plain_reply(self, what: Callable[[], str], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors came with the reply of a call that no layer had wrapped: those to unpack it with. At most one layer
+        may ask for this."""
+        return tensors
+
     def on_late_reply(self, frame: Frame, sender: WorkerId) -> None:
         """A reply came after its caller had given up. In the thread that reads the link: must not wait."""
 
@@ -109,6 +115,7 @@ class Layers:
         self._found: dict[type[Any], Any] = {}
         self.served: dict[type[Any], Served] = {}  # by the type of message
         self.wrap_call: list[WrapCall] = []  # of those that do wrap calls
+        self.on_plain_reply: Callable[[Callable[[], str], list[torch.Tensor]], list[torch.Tensor]] | None = None
         # Where peers are not trusted (`rpc/trust/`): what looks at each request before its handler, whether values
         # travel as plain data alone, and what keeps a record of all that leaves and comes.
         self.before_serving: Handler | None = None
@@ -127,6 +134,8 @@ class Layers:
         self.served.update(messages)
         if type(layer).wrap_call is not Layer.wrap_call:
             self.wrap_call.append(layer.wrap_call)
+        if type(layer).on_plain_reply is not Layer.on_plain_reply:
+            self.on_plain_reply = layer.on_plain_reply
         self._installed.append(layer)
         for kind in type(layer).__mro__:
             if kind is not Layer:

@@ -49,7 +49,10 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     host: str = ""  # the identity of its host: equal to ours where its process can be looked up
     secret: bytes = b""  # what to prove to it, in an insecure job: whoever can read this record may call it
     hearsay: bool = False  # repeated by another worker, and not to be trusted over what a worker says of itself
+    gpus: tuple[str, ...] = ()  # the UUIDs of the GPUs it sees, in its own order
+    devices: tuple[str, ...] = ()  # the devices it was told to use, if it was
     certificate: bytes = b""  # fingerprint of the one it shows on TCP; empty if it speaks no TLS
+    exited: bool = False  # it leaves because its program ended, without a shutdown
 
     def __repr__(self) -> str:
         return f"<Member {self.name!r}: id {self.worker_id}, incarnation {self.incarnation:x}>"
@@ -84,6 +87,7 @@ class Directory:
         self._by_name: dict[str, Member] = {}
         self._latest: dict[WorkerId, Incarnation] = {}  # of each id, whether it is still there or not
         self._left: dict[str | int, Member] = {}  # those who left on purpose, by name and by id
+        self._exited: set[Incarnation] = set()  # those of them whose program ended without a shutdown
 
     def update(self, members: Iterable[Member]) -> list[Member]:
         """Take in what was published; those whose place was taken by a newer incarnation, or that left."""
@@ -94,6 +98,8 @@ class Directory:
                 if member.leaving:
                     if known is not None and known.incarnation == member.incarnation:
                         self._drop(known)
+                        if member.exited:
+                            self._exited.add(member.incarnation)
                         self._left[known.name] = self._left[int(known.worker_id)] = known
                         gone.append(known)
                 elif not self._is_old_news(member):
@@ -144,6 +150,10 @@ class Directory:
         """Whether this incarnation said that it leaves."""
         left = self._left.get(int(member.worker_id))
         return left is not None and left.incarnation == member.incarnation
+
+    def has_exited(self, member: Member) -> bool:
+        """Whether this incarnation left because its program ended, without a shutdown."""
+        return member.incarnation in self._exited
 
     def who_left(self, who: str | int) -> Member | None:
         """The member of that name or id that was here and left."""

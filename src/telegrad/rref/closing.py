@@ -62,7 +62,8 @@ def named(references: References) -> list[Leak]:
 
 
 def _named(references: References) -> list[Leak]:
-    return [leak for leak in references.owned.leaks() if leak.forks]
+    """Those who are gone name nothing, though what they held is kept until all others have answered for them."""
+    return [leak for leak in references.owned.leaks() if not all(map(references.is_gone, leak.forks.values()))]
 
 
 def debug_info(references: References) -> dict[str, str]:

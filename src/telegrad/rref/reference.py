@@ -26,7 +26,7 @@ NO_CONTEXT = -1
 class BackwardRunner(Layer):
     """What `RRef.backward` asks of the layer that runs passes; it derives from this."""
 
-    def backward_from(self, rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
+    def backward_from(self, rref: "RRef[Any]", context_id: int, retain_graph: bool, create_graph: bool) -> None:
         """Run a pass whose root is the value of `rref`."""
         raise NotImplementedError
 
@@ -139,19 +139,21 @@ class RRef(Generic[T]):
 
     # --- gradients ---
 
-    def backward(self, dist_autograd_ctx_id: int = NO_CONTEXT, retain_graph: bool = False) -> None:
+    def backward(
+        self, dist_autograd_ctx_id: int = NO_CONTEXT, retain_graph: bool = False, *, create_graph: bool = False
+    ) -> None:
         """Run the backward pass with this reference as its root: of a context, or on its owner without one, locally."""
         if dist_autograd_ctx_id == NO_CONTEXT:
             if not self.is_owner():
                 raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-            self._root().backward(retain_graph=retain_graph)
+            self._root().backward(retain_graph=retain_graph or None, create_graph=create_graph)
             return
         runner = self._handle.references.agent.find_layer(BackwardRunner)
         if runner is None:
             raise RRefError("a backward pass over workers needs telegrad.engine, which is not installed on this agent")
         if self.is_owner():
             self._root()
-        runner.backward_from(self, dist_autograd_ctx_id, retain_graph)
+        runner.backward_from(self, dist_autograd_ctx_id, retain_graph, create_graph)
 
     def _root(self) -> Any:
         """The value, if a backward pass can start at it."""

@@ -90,6 +90,11 @@ class References(Layer):
             member = directory.by_id(worker_id)
         return member if member is not None and peer_of(member) == peer else None
 
+    def is_gone(self, peer: PeerId) -> bool:
+        """Whether a peer has left, died or been replaced, as far as is known here; the ledgers may hear it later."""
+        member = self.agent.directory.by_id(worker_id_of(peer))
+        return member is None or peer_of(member) != peer or self.agent.is_dead(member)
+
     def death_of(self, peer: PeerId, what: str) -> WorkerDied:
         """The error for something that was lost with a worker."""
         name = self.name_of(peer)

@@ -186,6 +186,18 @@ class PropagateGradients(Message, frozen=True, tag=23):
     present: tuple[bool, ...]
 
 
+class WithGraph(Message, frozen=True, tag=66):
+    """A message of a pass beyond the first order. Its gradients have a graph (`create_graph`), or are asked of some
+    tensors only: `inputs` says of how many on each worker. `recorded`: the id under which the gradients in it left a
+    Send, to be received like those of a call; -1 if they have no graph."""
+
+    message: BeginPass | PropagateGradients
+    create_graph: bool
+    only_inputs: bool
+    inputs: tuple[tuple[WorkerId, int], ...]
+    recorded: MessageId
+
+
 class TooLateForPass(Message, frozen=True, tag=51):
     """The message of the Send named in the metadata came when I had begun this pass: no gradient will come for it. This
     does not begin the pass. The reply is an Ack."""
@@ -205,6 +217,13 @@ class PassDone(Message, frozen=True, tag=24):
 
     participants: tuple[WorkerId, ...]
     gradients: tuple[tuple[MessageId, tuple[bool, ...]], ...]
+
+
+class PassDoneWithInputs(Message, frozen=True, tag=67):
+    """A `PassDone`, and which of the tensors asked of this worker have a gradient, by their position."""
+
+    done: PassDone
+    found: tuple[int, ...]
 
 
 class AbortPass(Message, frozen=True, tag=25):
@@ -308,6 +327,11 @@ class Goodbye(Message, frozen=True, tag=45):
     """I am leaving on purpose; what you still ask of me will not be answered."""
 
     incarnation: Incarnation
+    exited: bool = False  # its program ended without calling shutdown
+
+
+class DialBack(Message, frozen=True, tag=49):
+    """Connect to me at the address I published, and answer with an Ack if that works."""
 
 
 class DebugWaits(Message, frozen=True, tag=46):
@@ -331,6 +355,38 @@ class Observed(Message, frozen=True, tag=61):
     """What was asked for, as msgpack; nothing in it is pickled."""
 
     data: bytes
+
+
+class AnnounceDeviceBlock(Message, frozen=True, tag=80):
+    """A block of my device memory that messages will name; with `ask`, tell me whether you can open it."""
+
+    number: int
+    size: int
+    gpu: str  # its UUID
+    offset: int  # in the memory that the handle stands for
+    memory: bytes  # what it is opened with
+    page: int  # the block of shared memory, and the place in it, that says which use was written and read
+    flag: int
+    ask: bool
+
+
+class DeviceBlockOpened(Message, frozen=True, tag=81):
+    """I opened a block of your device memory, or cannot, and why."""
+
+    number: int
+    refusal: str
+
+
+class ReleaseDeviceBlocks(Message, frozen=True, tag=82):
+    """I have copied these blocks of your device memory, or closed them if you had retired them."""
+
+    blocks: tuple[int, ...]
+
+
+class RetireDeviceBlocks(Message, frozen=True, tag=83):
+    """I will not use these blocks of my device memory again; close them and tell me."""
+
+    blocks: tuple[int, ...]
 
 
 AnyMessage = (
@@ -357,6 +413,8 @@ AnyMessage = (
     | PropagateGradientsReply
     | TooLateForPass
     | PassDone
+    | PassDoneWithInputs
+    | WithGraph
     | AbortPass
     | ParticipantDied
     | CleanupAutogradContext
@@ -371,8 +429,13 @@ AnyMessage = (
     | ReleaseBlocks
     | RetireBlocks
     | Goodbye
+    | DialBack
     | DebugWaits
     | WaitsReply
     | Observe
     | Observed
+    | AnnounceDeviceBlock
+    | DeviceBlockOpened
+    | ReleaseDeviceBlocks
+    | RetireDeviceBlocks
 )

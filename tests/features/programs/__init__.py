@@ -1,5 +1,5 @@
 """The programs, by subject. Importing this fills the table."""
 
-from tests.features.programs import aliases, checkpoints, control_flow, subclasses
+from tests.features.programs import aliases, checkpoints, control_flow, hooks, subclasses
 
-ALL = (aliases, checkpoints, control_flow, subclasses)
+ALL = (aliases, checkpoints, control_flow, hooks, subclasses)

@@ -1,6 +1,7 @@
 """Stands in for `torch.distributed.rpc`: `init_rpc` by way of backends, and everything its submodules offer."""
 
 import logging
+import os
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -37,7 +38,6 @@ from telegrad.errors import AlreadyInitialized
 from telegrad.observe.profiling.process_global import server_process_global_profile
 from telegrad.rpc import get_rpc_timeout
 from telegrad.rpc import set_rpc_timeout as _set_rpc_timeout
-from telegrad.rpc.job.lifecycle import _from_environment
 from telegrad.rpc.job.member_log import open_store
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import WorkerInfo
@@ -136,6 +136,14 @@ def init_rpc(
     store = open_store(rpc_backend_options.init_method, rank, world_size, rpc_backend_options.rendezvous_timeout)
     dist_autograd._init(rank)
     _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
+
+
+def _from_environment(init_method: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
+    if init_method.startswith("env://") and world_size is None and rank < 0 and "WORLD_SIZE" in os.environ:
+        return int(os.environ.get("RANK", "-1")), int(os.environ["WORLD_SIZE"])
+    if world_size is not None and world_size <= 0:
+        raise ValueError(f"world_size must be positive, or None for a job of open size, got {world_size}")
+    return rank, world_size
 
 
 def _backend_of(rpc_backend_options: RpcBackendOptions) -> Any:

@@ -15,15 +15,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import trace
+from telegrad.cuda import order
 from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
-from telegrad.rpc.devices import place
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
+from telegrad.transport.addresses import TCP
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.codec import Packed
@@ -61,10 +62,10 @@ class LinkEvents(Protocol):
     def link_lost(self, link: "Link") -> None:
         """The connection of a link ended: replace it, or find that the worker is dead."""
 
-    def lost(self, member: Member, why: str) -> None:
-        """A worker is gone for good."""
+    def unanswered(self, member: Member, why: str) -> None:
+        """Nobody listens any more where a worker did: it is gone for good."""
 
-    def said_goodbye(self, member: Member) -> None:
+    def said_goodbye(self, member: Member, exited: bool) -> None:
         """The worker leaves on purpose; nothing more comes from it."""
 
 
@@ -129,15 +130,16 @@ class Link:
         if not isinstance(dialled, Unanswered):
             return dialled
         if dialled.gone:
-            self._events.lost(self.member, f"worker {self.member.name!r} is gone: {dialled.why}")
+            self._events.unanswered(self.member, f"worker {self.member.name!r} is gone: {dialled.why}")
             raise self.dead.again() if self.dead is not None else self._unanswered(dialled)
         raise self._unanswered(dialled)
 
     def _unanswered(self, outcome: Unanswered) -> WorkerDied:
         member = self.member
+        where = ", ".join(f"{a.host}:{a.where}" if a.kind == TCP else a.where for a in member.addresses)
         return WorkerDied(
-            f"worker {member.name!r} does not answer at {', '.join(a.where for a in member.addresses)} "
-            f"({outcome.why}). It ended, or cannot be reached from here.",
+            f"worker {member.name!r} does not answer at {where} ({outcome.why}). "
+            "It ended, or cannot be reached from here.",
             worker=member.name,
             incarnation=member.incarnation,
         )
@@ -172,6 +174,8 @@ class Link:
         return connection
 
     def _send_again(self, connection: Connection, deadline: float) -> None:
+        if order.active and self.pending:
+            order.synchronize()  # this thread's streams are not those the tensors were made on
         for number, notice in list(self._notices):
             connection.send(Kind.NOTICE, number, 0, notice, deadline=deadline)
         for slot in self.pending.snapshot():
@@ -201,8 +205,8 @@ class Link:
         memory: Any = ()
         if packed.tensors:
             specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
-            if type(memory) is not bytes:
-                specs = place(self.runtime.options, self.runtime.info.name, self.member, specs)
+            if order.active or self.member.device_maps:
+                specs, memory = self.runtime.placement.place(self.member, packed.tensors, specs, memory)
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
         slot.since = now
@@ -319,9 +323,9 @@ class Link:
 
     # --- failures ---
 
-    def said_goodbye(self) -> None:
+    def said_goodbye(self, exited: bool) -> None:
         """The worker leaves on purpose."""
-        self._events.said_goodbye(self.member)
+        self._events.said_goodbye(self.member, exited)
 
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
@@ -350,8 +354,7 @@ class Link:
         late, again = self.pending.expired(time.monotonic())
         for slot in late:
             slot.error = self.timeout_error(slot)
-            slot.done = True
-            self.replies.complete(slot)
+        self.replies.settle(late)
         if again != FOREVER:
             self.runtime.timer.at(again, self.expire)
 
@@ -405,9 +408,10 @@ class Link:
                 self._io_threads.forget(connection.stream.fileno())
                 connection.close()
                 self.current = None
-        for slot in self.pending.take_all():
+        waiting = self.pending.take_all()
+        for slot in waiting:
             slot.error = ProtocolError(f"worker {self.member.name!r} broke the protocol during {slot.what()}: {error}")
-            self.replies.finish(slot)
+        self.replies.settle(waiting)
 
     def fail(self, error: WorkerDied) -> None:
         """The worker is gone for good."""
@@ -421,9 +425,10 @@ class Link:
         self.settled.set()
 
     def _fail_all(self) -> None:
-        for slot in self.pending.take_all():
+        waiting = self.pending.take_all()
+        for slot in waiting:
             slot.error = self.died(slot)
-            self.replies.finish(slot)
+        self.replies.settle(waiting)
 
     def close(self) -> None:
         """End the link from this side; what still waits is told so."""

@@ -10,10 +10,13 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.job.arrivals import Arrivals
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request
+from telegrad.rpc.threads.wakeup import Wakeup
+from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
-from telegrad.wire.messages import Barrier, BarrierReply
+from telegrad.wire.messages import AnyMessage, Barrier, BarrierReply
 
 _ASK_SECONDS = 1.0
+_NEWS_SECONDS = 0.5  # between looks, while waiting, whether the worker that should keep the book is another by now
 
 
 class Barriers(Layer):
@@ -86,26 +89,47 @@ class Barriers(Layer):
 def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
     """Wait until every living worker has reached the barrier `key`; the sum of their activities."""
     while True:
-        living = [m for m in agent.directory.members() if not agent.is_dead(m)]
-        host = min(living, key=lambda m: m.worker_id)
-        left = 0.0 if deadline == float("inf") else max(deadline - time.monotonic(), 1e-3)
+        agent.peers.look_for_news()  # who was started again may be the one that keeps the book
+        host = _host(agent)
         try:
-            reply = agent.ask_patiently(
-                host,
-                Barrier(key, agent.info.name, activity),
-                timeout=left,
-                what=lambda: f"reaching the barrier {key!r}",
-            )
+            reply = _arrive(agent, host, Barrier(key, agent.info.name, activity), deadline)
         except WorkerDied:
             agent.lost(host, f"worker {host.name!r} ended while others waited at a barrier")
             continue  # the next worker keeps the book
-        assert type(reply) is BarrierReply
-        return reply.activity
+        if reply is not None:
+            assert type(reply) is BarrierReply
+            return reply.activity
+
+
+def _host(agent: Agent) -> Member:
+    """Who keeps the book, by all that is known here. Whoever knows less learns of it while it waits."""
+    return min((m for m in agent.directory.members() if not agent.is_dead(m)), key=lambda m: m.worker_id)
+
+
+def _arrive(agent: Agent, host: Member, message: Barrier, deadline: float) -> AnyMessage | None:
+    """Reach a barrier at `host` and wait there; None if another has to be asked, because it came back meanwhile."""
+    left = 0.0 if deadline == float("inf") else max(deadline - time.monotonic(), 1e-3)
+    wakeup = Wakeup()
+    slot = agent.send(
+        host,
+        message,
+        timeout=left,
+        what=lambda: f"reaching the barrier {message.key!r}",
+        complete=lambda _: wakeup.set(),
+    )
+    while not slot.done:
+        with blocking():
+            wakeup.wait(_NEWS_SECONDS)
+        if not slot.done:
+            agent.peers.look_for_news()
+            if _host(agent).incarnation != host.incarnation and slot.link.pending.give_up(slot.request_id) is not None:
+                return None
+    return agent.reply_frame(slot).message
 
 
 def ask_who_is_missing(agent: Agent, key: str) -> str:
     """Who has not reached a barrier, in words."""
-    host = min((m for m in agent.directory.members() if not agent.is_dead(m)), key=lambda m: m.worker_id)
+    host = _host(agent)
     try:
         reply = agent.ask(host, Barrier(key, "", 0), timeout=_ASK_SECONDS, what=lambda: f"who is missing at {key!r}")
     except TelegradError:

@@ -1,36 +1,40 @@
 """How a worker enters a job and how it leaves: who it is, what it tells the others, and whom it waits for."""
 
-import contextlib
 import importlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from telegrad.cuda.gpus import visible_gpus
 from telegrad.errors import RendezvousError, TelegradError
-from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation, generation_of
+from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import set_current_agent
-from telegrad.rpc.devices import as_published
+from telegrad.rpc.devices import as_published, check_maps
 from telegrad.rpc.job import store as store_host
 from telegrad.rpc.job.barrier import Barriers
 from telegrad.rpc.job.debug_waits import Waits
+from telegrad.rpc.job.job_marker import own_marker
 from telegrad.rpc.job.member_log import MemberLog, open_store, wait_for_ranks
+from telegrad.rpc.job.membership import Clash, Joining, Membership
+from telegrad.rpc.job.presence import LOOPBACK, address_towards, seems_alive
+from telegrad.rpc.job.reach import DialsBack, check_reach
 from telegrad.rpc.job.store_recovery import StoreRecovery
-from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.server.run_call import CallService
 from telegrad.rpc.trust.guard import install_guard
 from telegrad.rpc.trust.job import JobTrust, tls_for, trust_for
+from telegrad.rpc.trust.secret import Source
 from telegrad.rpc.workers import Member, check_id
 from telegrad.transport.addresses import Listeners, host_identity
 
 log = logging.getLogger("telegrad.rpc")
 
-_LOOPBACK = "127.0.0.1"
+_DYING_SECONDS = 5.0  # for a worker whose successor has been started already
+_LOOK_SECONDS = 0.1
 # For workers whose rendezvous store has just ended: they come to the new one, and say which ids are taken.
 _GRACE_SECONDS = 0.5
 
@@ -38,16 +42,14 @@ _GRACE_SECONDS = 0.5
 _LAYERS = ("telegrad.rref", "telegrad.engine", "telegrad.observe")
 
 
-class NameClash(RendezvousError):
-    """Two workers of one name."""
-
-
 class _Outdated(RendezvousError):
     """Others know of a worker with this id that was started before, and this one had thought itself the first."""
 
 
-def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any) -> Agent:
-    """Start an agent as the worker `name` and make it the current one; it meets the others in `store`."""
+def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any, job: str = "") -> Agent:
+    """Start an agent as the worker `name` and make it the current one; it meets the others in `store`.
+
+    `job` is what the engine that started it calls the job."""
     deadline = time.monotonic() + options.rendezvous_timeout
     given = store is not None
     trust = _trust(options, store)
@@ -56,7 +58,7 @@ def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
             left = max(0.0, deadline - time.monotonic())
             store = open_store(options.init_method, rank, world_size, left)
         try:
-            place = MemberLog(store, "static" if world_size else "open", trust.seal)
+            place = MemberLog(store, own_marker(name, world_size, job), trust.seal)
             if world_size is None and place.where is not None and place.is_first:
                 time.sleep(_GRACE_SECONDS)
             store = None  # the place has it, and may let it go
@@ -97,7 +99,7 @@ def _start_at(
     worker_id = rank if rank >= 0 else place.next_id()
     check_id(worker_id)
     incarnation = draw_incarnation(_generation(place, worker_id))
-    host = options.host or _LOOPBACK
+    host = _listening_host(options, place, trust)
     tls = tls_for(options, host)
     listeners = Listeners(options.transports, host)
     member = Member(
@@ -107,6 +109,8 @@ def _start_at(
         tuple(listeners.addresses),
         os.getpid(),
         device_maps=as_published(options),
+        gpus=visible_gpus(),
+        devices=tuple([str(device) for device in options.devices]),
         host=host_identity(),
         secret=trust.published,
         certificate=b"" if tls is None else tls.fingerprint,
@@ -127,80 +131,30 @@ def _start_at(
     except BaseException as error:
         set_current_agent(None)
         # The other side of a clash must find this record to see it, too.
-        leave(agent, quietly=isinstance(error, NameClash))
+        leave(agent, quietly=isinstance(error, Clash))
         agent.close(farewell=False)
         raise
     return agent
 
 
+def _listening_host(options: RpcBackendOptions, place: MemberLog, trust: JobTrust) -> str:
+    """Where to listen by TCP: as the options say, else on the network over which the store was reached. A job
+    that shares the user's own secret is on one host."""
+    if options.host:
+        return options.host
+    if place.address is None or trust.secret.source is Source.USER:
+        return LOOPBACK
+    try:
+        return address_towards(*place.address)
+    except OSError:
+        return LOOPBACK
+
+
 def install_own_layers(agent: Agent) -> None:
     """What every agent serves, whatever is put on it above: users' calls, barriers, questions about who waits."""
-    for layer in (CallService(agent.info.name, agent.layers), Barriers(agent), Waits(agent), Membership(agent)):
+    calls = CallService(agent.info.name, agent.layers)
+    for layer in (calls, Barriers(agent), Waits(agent), Membership(agent), DialsBack(agent)):
         agent.install(layer)
-
-
-class Membership(Layer):
-    """Which records of members this worker believes, whichever thread reads them: not all as it joins or leaves."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._joining: _Joining | None = None
-        self._leaving = False
-
-    def on_news(self, members: Sequence[Member]) -> Sequence[Member]:
-        """A call that is served while this worker joins may look for its own callee, and read the news first."""
-        if self._joining is not None:
-            return self._joining.take(members)
-        if self._leaving:
-            return [member for member in members if not member.leaving]
-        return members
-
-    @contextlib.contextmanager
-    def joining(self, member: Member, world_size: int | None) -> Iterator["_Joining"]:
-        """Look for clashes with this worker's own record, which is being published."""
-        self._joining = _Joining(self._agent, member, world_size)
-        try:
-            yield self._joining
-        finally:
-            self._joining = None
-
-    @contextlib.contextmanager
-    def leaving_together(self) -> Iterator[None]:
-        """All leave: those who are quicker have said so before the last barrier, and still take part in it."""
-        self._leaving = True
-        try:
-            yield
-        finally:
-            self._leaving = False
-
-
-class _Joining:
-    """What a worker that joins has seen of the others."""
-
-    def __init__(self, agent: Agent, member: Member, world_size: int | None) -> None:
-        self._agent = agent
-        self._member = member
-        self._world_size = world_size
-        # Who has been here this time, though it may have left again already: it is not waited for.
-        self._came: set[int] = set()
-        self._clash: RendezvousError | None = None
-
-    def take(self, members: Sequence[Member]) -> Sequence[Member]:
-        """Records were read: those of others. A clash is raised by `present`, in the thread that joins."""
-        mine = self._member
-        try:
-            _check_clash(self._agent, members, mine, self._world_size)
-        except RendezvousError as clash:
-            self._clash = clash
-        generation = generation_of(mine.incarnation)
-        self._came.update(m.worker_id for m in members if generation_of(m.incarnation) >= generation)
-        return [m for m in members if m.worker_id != mine.worker_id]
-
-    def present(self) -> set[int]:
-        """The ids of those who are here, or have been this time."""
-        if self._clash is not None:
-            raise self._clash
-        return self._came | {int(m.worker_id) for m in self._agent.directory.members()}
 
 
 def _generation(place: MemberLog, worker_id: int) -> int:
@@ -215,6 +169,8 @@ def _generation(place: MemberLog, worker_id: int) -> int:
 def _meet(agent: Agent, place: MemberLog, member: Member, world_size: int | None) -> None:
     take = agent.peers.take_news
     with agent.layer(Membership).joining(member, world_size) as joining:
+        place.news(take)
+        _await_end_of(joining, place, agent)  # before this worker's record tells the others that it is in its place
         _publish(place, member)  # before looking for clashes, so that both sides of one see it
         place.news(take)
         joining.present()
@@ -222,6 +178,21 @@ def _meet(agent: Agent, place: MemberLog, member: Member, world_size: int | None
             wait_for_ranks(place, take, joining.present, world_size, agent.options.rendezvous_timeout)
             if place.is_first and place.is_outdated(member.worker_id, member.incarnation):
                 raise _Outdated(f"worker {member.name!r} is not the first with its id")
+    check_reach(agent)
+    check_maps(joining.seen.values(), is_static=world_size is not None)
+
+
+def _await_end_of(joining: Joining, place: MemberLog, agent: Agent) -> None:
+    """A worker that is started again comes in the place of one that is dead or dying. A living one is another job's."""
+    deadline = time.monotonic() + min(_DYING_SECONDS, agent.options.rendezvous_timeout)
+    while (other := joining.predecessor) is not None and other.pid != os.getpid() and seems_alive(other):
+        if time.monotonic() >= deadline:
+            raise Clash(
+                f"rank {other.worker_id} of this job is taken: worker {other.name!r} (process {other.pid}) runs. "
+                "Two jobs at one address? Give this one another port or file, or end the other first"
+            )
+        time.sleep(_LOOK_SECONDS)
+        place.news(agent.peers.take_news)
 
 
 def _publish(place: MemberLog, member: Member) -> None:
@@ -235,42 +206,24 @@ def _publish(place: MemberLog, member: Member) -> None:
         )
 
 
-def _check_clash(agent: Agent, members: Sequence[Member], mine: Member, world_size: int | None) -> None:
-    """Two living workers of one name are a mistake. The same rank again is a restart, so is the name of a dead one."""
-    present = {m.worker_id: m for m in agent.directory.members()}
-    for member in members:
-        if not member.leaving:
-            present[member.worker_id] = member
-        elif member.worker_id in present and present[member.worker_id].incarnation == member.incarnation:
-            del present[member.worker_id]
-    present[mine.worker_id] = mine
-    names: dict[str, Member] = {}
-    for member in present.values():
-        other = names.setdefault(member.name, member)
-        if other is not member and (world_size is not None or _answers(agent, other if member is mine else member)):
-            raise NameClash(
-                f"RPC worker name {member.name!r} is not unique: workers {other.worker_id} and {member.worker_id} both "
-                "use it. Give each worker a name of its own"
-            )
-
-
-def _answers(agent: Agent, member: Member) -> bool:
-    try:
-        agent.link(member).connection()
-    except (TelegradError, OSError):
-        return False
-    return True
-
-
-def leave(agent: Agent, quietly: bool = False) -> None:
+def leave(agent: Agent, quietly: bool = False, exited: bool = False) -> None:
     """Record that this worker is gone, unless `quietly`; what becomes of the rendezvous store is up to others."""
     if agent.place is not None and not quietly:
         try:
-            agent.place.publish(msgspec.structs.replace(agent.member, leaving=True, secret=b""))
+            agent.place.publish(msgspec.structs.replace(agent.member, leaving=True, exited=exited, secret=b""))
         except RuntimeError as error:
             log.debug("the rendezvous store is gone: %s", error)
     if agent.store_recovery is not None:
         agent.store_recovery.close()
+
+
+def end_job(agent: Agent) -> None:
+    """All workers have left: the next job that meets here may be another."""
+    if agent.place is not None:
+        try:
+            agent.place.end_job()
+        except RuntimeError as error:
+            log.debug("the rendezvous store is gone: %s", error)
 
 
 def let_go_of_place(agent: Agent) -> None:

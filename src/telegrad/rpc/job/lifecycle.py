@@ -5,18 +5,24 @@ a count of what they ever asked and served, and when two rounds in a row give th
 """
 
 import atexit
+import copy
 import os
+import socket
 import threading
 import time
 from typing import Any
 
-from telegrad.errors import AlreadyInitialized, ShutdownError
+from telegrad.errors import AlreadyInitialized, RendezvousError, ShutdownError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
 from telegrad.rpc.job.barrier import ask_who_is_missing, barrier
-from telegrad.rpc.job.join import Membership, leave, let_go_of_place, start
-from telegrad.rpc.options import DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
+from telegrad.rpc.job.environment import detect
+from telegrad.rpc.job.join import end_job, leave, let_go_of_place, start
+from telegrad.rpc.job.membership import Membership
+from telegrad.rpc.options import DEFAULT_INIT_METHOD, DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
+from telegrad.rpc.threads import interrupts
 from telegrad.rpc.threads.cores import return_share, take_share
+from telegrad.rpc.threads.interrupts import pause
 from telegrad.rpc.workers import WorkerInfo, check_name
 
 _LOOK_SECONDS = 0.001
@@ -26,13 +32,16 @@ _lock = threading.Lock()
 
 
 def init_rpc(
-    name: str,
+    name: str | None = None,
     backend: Any = None,
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> "Joined":
     """Make this process a worker: it can then call the others and be called by them.
+
+    Without arguments it finds name, rank, number of workers and where they meet by itself, under `telegrad run`,
+    torchrun, Slurm, Kubernetes and MPI; `telegrad doctor` prints what it finds and why.
 
     Args:
         name: unique among the workers: letters, digits, `_`, `:` and `-`.
@@ -52,11 +61,25 @@ def init_rpc(
     options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
     if not isinstance(options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    job = ""
+    if options.init_method == DEFAULT_INIT_METHOD and world_size is None and rank < 0:
+        found = detect(os.environ, socket.getfqdn() if "JOB_COMPLETION_INDEX" in os.environ else "")
+        if name is None and not found.name:
+            raise RendezvousError(
+                "init_rpc() found no engine that started this process (see `telegrad doctor`): give it a name, and "
+                "MASTER_ADDR and MASTER_PORT where the workers are to meet, or start it by `telegrad run`"
+            )
+        options = copy.copy(options)
+        options.init_method, options.host = found.address or options.init_method, options.host or found.host or None
+        name, rank, world_size, job = name or found.name, found.rank, found.world_size, found.job
+    if name is None:
+        raise ValueError("a worker that says where it joins has to say its name, too")
     check_name(name)
-    rank, world_size = _from_environment(options.init_method, rank, world_size)
+    if world_size is not None and world_size <= 0:
+        raise ValueError(f"world_size must be positive, or None for a job of open size, got {world_size}")
     if world_size is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of worker {name!r} is not within 0..{world_size - 1}")
-    return Joined(start_worker(name, rank, world_size, options))
+    return Joined(start_worker(name, rank, world_size, options, job=job))
 
 
 class Joined:
@@ -76,22 +99,18 @@ class Joined:
             shutdown(graceful=kind is None)
 
 
-def start_worker(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any = None) -> Agent:
-    """Start the agent of this process; the workers meet in `store`, or where the options say."""
+def start_worker(
+    name: str, rank: int, world_size: int | None, options: RpcBackendOptions, store: Any = None, job: str = ""
+) -> Agent:
+    """Start the agent of this process; the workers meet in `store`, or where the options say. `job` is what the engine
+    that started it calls the job, if there is one."""
+    interrupts.install()
     with _lock:
         if current_agent() is not None:
             raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
-        agent = start(name, rank, world_size, options, store)
+        agent = start(name, rank, world_size, options, store, job)
     take_share(agent.directory.workers_here(agent.member))
     return agent
-
-
-def _from_environment(init_method: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
-    if init_method.startswith("env://") and world_size is None and rank < 0 and "WORLD_SIZE" in os.environ:
-        return int(os.environ.get("RANK", "-1")), int(os.environ["WORLD_SIZE"])
-    if world_size is not None and world_size <= 0:
-        raise ValueError(f"world_size must be positive, or None for a job of open size, got {world_size}")
-    return rank, world_size
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -113,6 +132,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         let_go_of_place(agent)
         agent.close()
         return_share()
+        interrupts.uninstall()
 
 
 def wait_for_all(agent: Agent, timeout: float, leaving: bool = True, prepare: bool = True) -> None:
@@ -162,6 +182,7 @@ def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leavin
         # not find the store of this job where the next one will have its own.
         leave(agent)
         barrier(agent, "shutdown/left", 0, deadline)
+        end_job(agent)
         let_go_of_place(agent)
         barrier(agent, "shutdown/closed", 0, deadline)
 
@@ -177,7 +198,7 @@ def _drain(agent: Agent, deadline: float, timeout: float) -> None:
                 f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s; still under way: "
                 f"{', '.join(waiting[:10])}"
             )
-        time.sleep(_LOOK_SECONDS)
+        pause(_LOOK_SECONDS)
 
 
 def _deliver(agent: Agent, deadline: float) -> None:
@@ -189,9 +210,10 @@ def _deliver(agent: Agent, deadline: float) -> None:
 
 def _at_exit() -> None:
     agent = current_agent()
-    if agent is not None:
+    if agent is not None:  # the program ends without a shutdown: the others are told so
         set_current_agent(None)
-        agent.close()
+        leave(agent, exited=True)
+        agent.close(exited=True)
 
 
 atexit.register(_at_exit)

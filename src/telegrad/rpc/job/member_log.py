@@ -16,12 +16,16 @@ from typing import Any
 from urllib.parse import urlparse
 
 import msgspec
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.rendezvous import rendezvous
 
 from telegrad.errors import RendezvousError, TelegradError
 from telegrad.ids import Incarnation, WorkerId, generation_of
+from telegrad.rpc.job import job_marker
 from telegrad.rpc.job import store as store_host
+from telegrad.rpc.job.job_marker import JobMarker
+from telegrad.rpc.job.store_client import Prefixed
+from telegrad.rpc.threads.interrupts import pause as sleep
 from telegrad.rpc.trust.files import make_private
 from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.trust.seal import UNSEALED, Seal
@@ -31,6 +35,10 @@ log = logging.getLogger("telegrad.rpc")
 _warnings = LimitedLog(log)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+# Whoever opens a store writes the job's marker into it at once. One that has none for so long is not ours.
+_MARKER_SECONDS = 5.0
+_FIRST_NOTICE = 5.0  # seconds of waiting after which a line says for whom; then after twice as many each time
+_COMPLAINTS_SECONDS = 0.5  # between looks for workers that were turned away
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Member).decode
@@ -79,15 +87,17 @@ def _path_in(init_method: str) -> str:
 class MemberLog:
     """The log of one job in a store."""
 
-    def __init__(self, store: Any, kind: str, seal: Seal = UNSEALED) -> None:
-        """`kind` says which kind of job it is, "static" or "open"; there is one kind in one store. Records have the
-        `seal` of the job: those that have not are not read."""
+    def __init__(self, store: Any, marker: JobMarker, seal: Seal = UNSEALED) -> None:
+        """`marker` says which job it is: there is one in one store. RendezvousError if another has begun there. Records
+        have the `seal` of the job: those that have not are not read."""
         self._seal = seal
         self.where = store_host.place_of(store)  # None for a store that does not end with a worker
-        # Whether the store is still there. Asked before each use, by a look that does not print if it is not.
+        self.address = store_host.address_of(store)  # None for one that is not reached over the network
+        # Whether the store is still there. Asked before each use.
         self.stands: Callable[[], bool] = lambda: True
-        self._kind = kind
+        self._marker = marker
         self._lock = threading.RLock()
+        self._complaints_read = 0
         self._forget_reading()
         self.store: Any = None
         self._log: Any = None
@@ -95,25 +105,63 @@ class MemberLog:
 
     def move(self, store: Any, say_again: Callable[[], None] = lambda: None) -> None:
         """Use this store from now on. Nobody here reads in it before `say_again` has said what others look for."""
-        marks = PrefixStore("telegrad", store)
-        if marks.compare_set("mark", "", self._seal.mark).decode() != self._seal.mark:
+        ours = Prefixed(store_host.namespace(store), store)
+        self._check_job(ours, store)
+        with self._lock:
+            self.store, self._ours = store, ours
+            self._log = Prefixed(f"{store_host.namespace(store)}/{self._marker.kind}", store)
+            self._forget_reading()
+            self._complaints_read = 0
+            self.is_first = int(self._log.add("visits", 1)) == 1
+            say_again()
+
+    def _check_job(self, ours: Prefixed, store: Any) -> None:
+        """Begin the job in this store, or see that it is the one that has begun there."""
+        where = store_host.describe(store)
+        if store_host.may_begin(store):
+            mark = ours.compare_set("mark", "", self._seal.mark)
+        else:
+            self._await_job(ours, where)
+            mark = ours.get("mark")
+        if mark.decode() != self._seal.mark:
             raise RendezvousError(
                 "the store where this worker should meet others is that of a job with another secret, or of somebody "
                 "who knows none; it was not joined. Give all workers of a job the same secret (TELEGRAD_SECRET), and "
                 "each job a place of its own"
             )
-        kind = marks.compare_set("kind", "", self._kind).decode()
-        if kind != self._kind:
-            raise RendezvousError(
-                "RPC group mixes statically and dynamically initialized members which is not supported. "
-                f"The workers that meet here began a job of the {kind} kind; give `world_size` on all or on none"
-            )
+        found = ours.compare_set("job", "", job_marker.encode(self._marker))
+        problem = job_marker.difference(job_marker.decode(found, where), self._marker, where)
+        if problem:
+            index = ours.add("complaints", 1) - 1  # those of the other opinion wait for this worker: let them know
+            ours.set(f"complaint/{index}", problem)
+            raise RendezvousError(problem)
+
+    def _await_job(self, ours: Prefixed, where: str) -> None:
+        """Whoever opened this store has begun the job there, or is about to; if not, it is a stranger's."""
+        deadline = time.monotonic() + _MARKER_SECONDS
+        while not ours.check("mark"):
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"{where} is a store of torch's in which no job of Telegrad has begun: it belongs to another "
+                    "program. Give this job another port"
+                )
+            time.sleep(_LONGEST_PAUSE)
+
+    def complaints(self) -> list[str]:
+        """What was said to workers that were turned away, since the last time this was asked."""
         with self._lock:
-            self.store = store
-            self._log = PrefixStore(f"telegrad/{kind}", store)
-            self._forget_reading()
-            self.is_first = int(self._log.add("visits", 1)) == 1
-            say_again()
+            if self._log is None or not self.stands():
+                return []
+            first, self._complaints_read = self._complaints_read, self._ours.add("complaints", 0)
+            keys = [f"complaint/{index}" for index in range(first, self._complaints_read)]
+            return [self._ours.get(key).decode() for key in keys if self._ours.check(key)]
+
+    def end_job(self) -> None:
+        """All leave: the next job that meets in this store may be another."""
+        with self._lock:
+            if self._log is not None and self.stands():
+                for key in ("job", "mark"):
+                    self._ours.delete_key(key)
 
     def lose(self) -> None:
         """The store has ended: nothing more is asked of it, and no news come, until there is another."""
@@ -156,7 +204,7 @@ class MemberLog:
     def _latest(self, worker_id: int) -> Incarnation | None:
         """Of the workers with this id that were known before the place was opened anew, the one started last."""
         key = f"latest/{worker_id}"
-        return Incarnation(int(self._open_log().get(key))) if self._open_log().check([key]) else None
+        return Incarnation(int(self._open_log().get(key))) if self._open_log().check(key) else None
 
     def restore(self, latest: Mapping[WorkerId, Incarnation]) -> None:
         """In a place opened anew: say which ids have been given, and who had them last.
@@ -191,7 +239,7 @@ class MemberLog:
                 self._unwritten += range(self._read, end)
                 self._read = end
                 for index in list(self._unwritten):
-                    if self._log.check([f"record/{index}"]):  # if not, what others wrote behind it is read all the same
+                    if self._log.check(f"record/{index}"):  # if not, what others wrote behind it is read all the same
                         fresh += self._read_record(index)
                         self._unwritten.remove(index)
         except RuntimeError as error:
@@ -212,6 +260,13 @@ class MemberLog:
         return []
 
 
+def read_records(log_: Prefixed, seal: Seal) -> list[Member]:
+    """All records of a log, for one who is no worker: a launcher that wants to know what its workers said."""
+    keys = [f"record/{index}" for index in range(log_.add("records", 0))]
+    records = [seal.open(log_.get(key)) for key in keys if log_.check(key)]
+    return [_decode(record) for record in records if record is not None]
+
+
 def wait_for_ranks(
     place: MemberLog,
     take: Callable[[list[Member]], None],
@@ -221,25 +276,38 @@ def wait_for_ranks(
 ) -> None:
     """Read records until all ranks are there. RendezvousError names those that are missing at the deadline."""
     # By looking again and again, ever less often: a wait inside torch's stores would print when it times out.
-    deadline = time.monotonic() + seconds
-    pause = _FIRST_PAUSE
+    began = time.monotonic()
+    pause, next_notice, next_look = _FIRST_PAUSE, began + _FIRST_NOTICE, began + _COMPLAINTS_SECONDS
+    complaints: list[str] = []
     while True:
         missing = sorted(set(range(world_size)) - present())
         if not missing:
             return
-        left = deadline - time.monotonic()
+        now = time.monotonic()
+        left = began + seconds - now
         if left <= 0:
             raise RendezvousError(
                 f"rendezvous timed out after {seconds:g} s: of {world_size} workers, ranks {missing} did not come. "
-                "Start them, or raise `rendezvous_timeout`"
+                + "".join(f"One was turned away: {complaint}. " for complaint in complaints)
+                + "Start them, or raise `rendezvous_timeout`"
             )
-        time.sleep(min(pause, left))
+        if now >= next_notice:
+            log.warning("waiting for ranks %s of %d since %.0f s", missing, world_size, now - began)
+            next_notice = now + (now - began)
+        sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
         try:
             place.news(take)
+            if now >= next_look:
+                next_look = now + _COMPLAINTS_SECONDS
+                fresh = place.complaints()
+                for complaint in fresh:
+                    log.warning("a worker was turned away: %s", complaint)
+                complaints += fresh
         except TelegradError:
             raise
         except RuntimeError as error:
-            raise RendezvousError(
-                f"the rendezvous store closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"
-            ) from error
+            if place.where is None:
+                raise RendezvousError(
+                    f"the rendezvous store closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"
+                ) from error

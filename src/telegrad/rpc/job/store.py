@@ -1,7 +1,7 @@
 """A TCP store of torch's lives in the process of one worker and ends with it. Here it is opened, joined and watched.
 
-Whoever may open it tries to take the port: one gets it, the others connect. A bare connection beside torch's own tells
-when the store has ended: torch's client would find out only by being used, and would complain on stderr.
+Whoever may open it tries to take the port: one gets it, the others connect (`store_client.py`). A bare connection
+beside that one tells when the store has ended, which a client that is not being used would not notice.
 
 That connection goes to a beacon: a socket beside the store that listens, says nothing and ends with it. The store
 itself looks up the name of whoever connects, and everyone waits while it does; a resolver that does not answer takes
@@ -9,6 +9,7 @@ itself looks up the name of whoever connects, and everyone waits while it does; 
 """
 
 import errno
+import logging
 import os
 import socket
 import sys
@@ -20,13 +21,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 
 from telegrad.errors import RendezvousError
+from telegrad.rpc.job.port_holder import listens_in_this_process, who_listens
+from telegrad.rpc.job.store_client import NotAStore, StoreClient
 from telegrad.transport.addresses import is_loopback
+
+log = logging.getLogger("telegrad.rpc")
 
 _CONNECT_SECONDS = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
+_FIRST_NOTICE = 5.0  # seconds of waiting after which a line says for what
 _LISTENING = "0A"  # in /proc/net/tcp
 _BYTE_ORDER = -1 if sys.byteorder == "little" else 1
 _BEACON = "telegrad/beacon"
@@ -62,29 +68,70 @@ def place_of(store: Any) -> Place | None:
 
 
 def address_of(store: Any) -> Place | None:
-    """The address of a store that has one."""
-    return (store.host, store.port) if isinstance(store, TCPStore) else None
+    """Where a store is, if it is reached over the network."""
+    return (store.host, store.port) if isinstance(store, TCPStore | StoreClient) else None
 
 
-def open_or_join(place: Place, *, opens: bool, seconds: float) -> TCPStore:
+def describe(store: Any) -> str:
+    """A store in words."""
+    place = address_of(store)
+    if place is not None:
+        return f"{place[0]}:{place[1]}"
+    return (
+        str(getattr(store, "path", "a file")) if isinstance(store, FileStore) else f"the given {type(store).__name__}"
+    )
+
+
+def may_begin(store: Any) -> bool:
+    """Whether a job may begin in this store: in one that was opened here or is kept for all, and not in one that
+    another process opened, which has begun its job there already or is a stranger's."""
+    if not isinstance(store, StoreClient):
+        return True
+    return is_launchers((store.host, store.port)) or listens_in_this_process(store.port)
+
+
+def namespace(store: Any) -> str:
+    """The part of a store that belongs to this job. A launcher's store outlives its workers: torchrun starts all of
+    them again after a failure, and in another number when nodes come or go, and none of those before counts."""
+    place = address_of(store)
+    if place is None or not is_launchers(place):
+        return "telegrad"
+    attempt, size = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE"))
+    return f"telegrad/attempt {attempt} of {size}"
+
+
+def open_or_join(place: Place, *, opens: bool, seconds: float) -> Any:
     """The store at `place`, opened here if `opens` and nobody else was quicker. TimeoutError at the deadline."""
-    deadline = time.monotonic() + seconds
-    pause = _FIRST_PAUSE
+    began = time.monotonic()
+    pause, next_notice = _FIRST_PAUSE, began + _FIRST_NOTICE
     while True:
-        left = deadline - time.monotonic()
+        now = time.monotonic()
+        left = began + seconds - now
         try:
             return attempt(place, opens=opens, seconds=max(left, 1e-3))
+        except NotAStore as error:
+            # It may be a store that is only about to be opened, but not for whoever would open it.
+            if opens or left <= 0 or not error.is_silent:
+                raise _held(place, error) from error
         except OSError as error:
             if left <= 0:
                 raise TimeoutError(f"{place[0]}:{place[1]}: {error}") from error
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        if now >= next_notice:
+            log.warning("waiting for the rendezvous store at %s:%d since %.0f s", *place, now - began)
+            next_notice = now + (now - began)
+        time.sleep(min(pause, max(left, 0.0)))
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def attempt(place: Place, *, opens: bool, seconds: float) -> TCPStore:
+def _held(place: Place, error: NotAStore) -> RendezvousError:
+    holder = who_listens(place[1]) if is_here(place[0]) else None
+    by = "another program" if holder is None else holder
+    return RendezvousError(f"port {place[1]} of {place[0]} is held by {by}: {error}. Give this job another port")
+
+
+def attempt(place: Place, *, opens: bool, seconds: float) -> Any:
     """The store at `place`, opened or joined now. OSError if there is none, and none can be opened here."""
     host, port = place
-    limit = timedelta(seconds=seconds)
     if opens:
         taken = _take(place)
         if taken is not None:
@@ -93,7 +140,7 @@ def attempt(place: Place, *, opens: bool, seconds: float) -> TCPStore:
                 host,
                 port,
                 is_master=True,
-                timeout=limit,
+                timeout=timedelta(seconds=seconds),
                 wait_for_workers=False,
                 multi_tenant=True,
                 master_listen_fd=taken.detach(),
@@ -101,9 +148,7 @@ def attempt(place: Place, *, opens: bool, seconds: float) -> TCPStore:
             _light_beacon(store, host)
             return store
     _check_holder(place)
-    if not _listens_here(port):  # torch's client would say on stderr that nobody is there
-        watch(place, min(seconds, _CONNECT_SECONDS)).close()
-    return TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+    return StoreClient(host, port, connect_seconds=min(seconds, _CONNECT_SECONDS), timeout=seconds)
 
 
 def _take(place: Place) -> socket.socket | None:
@@ -137,11 +182,6 @@ def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
         if family in (socket.AF_INET, socket.AF_INET6)
     }
     return sorted(found, key=lambda one: (one[0] != socket.AF_INET, one[1]))
-
-
-def _listens_here(port: int) -> bool:
-    """Whether a process of this machine is known to listen at `port`. Costs no connection."""
-    return any(listening == port for _, listening, _ in _listening())
 
 
 def _listening() -> Iterator[tuple[bytes, int, int]]:
@@ -179,7 +219,7 @@ def _light_beacon(store: TCPStore, host: str) -> None:
     store.set(_BEACON, str(beacon.getsockname()[1]))
 
 
-def watch_store(store: TCPStore, place: Place) -> socket.socket:
+def watch_store(store: Any, place: Place) -> socket.socket:
     """A connection that ends when the store at `place` does."""
     for _ in range(_BEACON_LOOKS):  # whoever opened the store is about to say where
         if store.check([_BEACON]):

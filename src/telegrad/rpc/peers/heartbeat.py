@@ -147,5 +147,5 @@ class Heartbeat(Layer):
                 with blocking():
                     time.sleep(REDIAL_SECONDS)
             else:
-                self._peers.lost(member, f"worker {member.name!r} is gone: {why}")
+                self._peers.unanswered(member, f"worker {member.name!r} is gone: {why}")
                 return

@@ -47,6 +47,9 @@ class MemberRecords(Protocol):
     def publish(self, member: Member) -> None:
         """Append a record."""
 
+    def end_job(self) -> None:
+        """All workers have left."""
+
     def lose(self) -> None:
         """Let the store go."""
 
@@ -121,7 +124,7 @@ class Peers:
             if gone.incarnation == self._me.incarnation:
                 continue
             if self._directory.has_left(gone):
-                self._leaves(gone, "has left")
+                self._leaves(gone, self._directory.has_exited(gone))
             else:
                 self._replaced(gone)
 
@@ -219,22 +222,28 @@ class Peers:
         options = self._runtime.options
         return self._liveness.setdefault(member.incarnation, Liveness(options.heartbeat, self._runtime.patience))
 
-    def said_goodbye(self, member: Member, why: str = "has shut down") -> None:
-        """A worker left on purpose."""
+    def said_goodbye(self, member: Member, exited: bool) -> None:
+        """A worker left on purpose, or its program has ended without a shutdown."""
         if self.liveness_of(member).said_goodbye(time.monotonic()) is Action.LET_GO:
-            self.lost(member, f"worker {member.name!r} {why}", departed=True)
+            how = "exited normally without calling rpc.shutdown()" if exited else "has shut down"
+            self.lost(member, f"worker {member.name!r} {how}", departed=not exited)
 
-    def caller_said_goodbye(self, member: Member) -> None:
-        """A worker that calls this one left on purpose."""
-        self._leaves(member, "has shut down")
+    def caller_said_goodbye(self, member: Member, exited: bool) -> None:
+        """The same of a worker that calls this one."""
+        self._leaves(member, exited)
 
-    def _leaves(self, member: Member, why: str) -> None:
+    def unanswered(self, member: Member, why: str) -> None:
+        """Nobody listens any more where a worker did. If it has said that it leaves, that is what ended it."""
+        self.look_for_news()
+        self.lost(member, why)
+
+    def _leaves(self, member: Member, exited: bool) -> None:
         """Somebody says that a worker leaves. What it answered before comes over the link, and then its end."""
         link = self._linked(member)
         if link is not None:
             link.expect()
         else:
-            self.said_goodbye(member, why)
+            self.said_goodbye(member, exited)
 
     def lost(self, member: Member, why: str, departed: bool = False) -> None:
         """A worker is gone: everything that waits on it ends now."""

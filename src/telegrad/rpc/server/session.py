@@ -15,7 +15,9 @@ from collections import deque
 from typing import Any, Protocol
 
 from telegrad import trace
+from telegrad.cuda import order
 from telegrad.errors import ProtocolError
+from telegrad.rpc.devices import Placement
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.at_most_once import NEW, AtMostOnce, Reply
@@ -54,7 +56,7 @@ class SessionEvents(Protocol):
     def session_lost(self, session: "Session") -> None:
         """The connection of a session ended."""
 
-    def caller_said_goodbye(self, member: Member) -> None:
+    def caller_said_goodbye(self, member: Member, exited: bool) -> None:
         """The caller leaves on purpose."""
 
 
@@ -106,6 +108,11 @@ class Session:
         is_work = self._layers.is_work
         served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if is_work(kind)]
         return served + [f"an answer to worker {name!r}"] * len(self.requests.answering)
+
+    @property
+    def placement(self) -> Placement:
+        """Where tensors go on other workers."""
+        return self._runtime.placement
 
     def served(self) -> list[tuple[type, float]]:
         """The messages of the requests being served, and since when."""
@@ -159,16 +166,17 @@ class Session:
                 turn.give_up()
                 return
             try:
-                self.requests.check()
-                frames = connection.receive()
-                self._note_definitions(frames)
-                if not frames and frames is not None:
+                # Looked at before it is read: usually nothing is there yet, and reading would raise that.
+                if not connection.stream.readable(0):
                     if self._holds:
                         self._flush(connection)
                     if self._deferred:
                         self.serve_deferred()
-                    if self._spinner.wait(connection.stream.readable, self._io_threads, 1):
-                        continue
+                    if not self._spinner.wait(connection.stream.readable, self._io_threads, 1):
+                        turn.give_up()
+                        return
+                self.requests.check()
+                frames = connection.receive()
             except (OSError, ValueError):
                 frames = None
             except ProtocolError as error:
@@ -177,15 +185,13 @@ class Session:
             if frames is None:
                 self.ended(connection)
                 return
-            if not frames:
-                turn.give_up()
-                return
+            self._note_definitions(frames)
             if trace.recorder is not None:
                 trace.recorder.arrived(self, frames)
             inbox.extend(frames)
 
-    def _note_definitions(self, frames: list[Frame] | None) -> None:
-        for frame in frames or ():
+    def _note_definitions(self, frames: list[Frame]) -> None:
+        for frame in frames:
             call: Any = frame.message
             while (inner := getattr(call, "call", None)) is not None:  # a message that wraps a call has it within
                 call = inner
@@ -215,7 +221,10 @@ class Session:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             if served.counts_as_work:
                 self._runtime.calls_served += 1
-            served.handler(request)
+            if order.active and served.counts_as_work:
+                order.run(served.handler, request, request.frame.arrived)
+            else:
+                served.handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
             request.fail(error)
 
@@ -280,7 +289,7 @@ class Session:
             if type(frame.message) is Ping:
                 self._send((Kind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
-                self._events.caller_said_goodbye(self.member)
+                self._events.caller_said_goodbye(self.member, frame.message.exited)
             elif type(frame.message) is Ack:  # it has said most by its header
                 requests.acknowledge_named(_numbers(frame.payload))
             elif requests.is_news(frame.request_id):
@@ -344,6 +353,8 @@ class Session:
         if connection is None:
             return
         if len(reply) > 1:
+            if order.active:
+                order.synchronize()  # this thread's streams are not those the result was made on
             self._send(reply)
             return
         try:
