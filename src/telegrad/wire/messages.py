@@ -344,6 +344,12 @@ class WaitsReply(Message, frozen=True, tag=47):
     waits: tuple[tuple[str, int], ...]
 
 
+class CancelCall(Message, frozen=True, tag=64):
+    """Nobody waits any more for the call sent on this link under `request_id`: stop it, if that can be done."""
+
+    request_id: int
+
+
 class Observe(Message, frozen=True, tag=60):
     """Tell me about yourself: `what` says what, `data` is what that needs. Answered even if all threads are taken."""
 
@@ -432,6 +438,7 @@ AnyMessage = (
     | DialBack
     | DebugWaits
     | WaitsReply
+    | CancelCall
     | Observe
     | Observed
     | AnnounceDeviceBlock
