@@ -16,6 +16,7 @@ SETTINGS = {
     "reinforcement": ["--rounds", "6"],
     "split_learning": ["--steps", "40"],
     "sharded_embedding": ["--steps", "20"],
+    "survive": ["--steps", "40", "--kills", "2"],
 }
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py") if not path.stem.endswith("_picture"))
 
@@ -72,8 +73,33 @@ def test_the_demo_learns_and_draws(tmp_path: Path) -> None:
         assert worker in page
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_run_survives_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    out = run("survive", "--output", str(tmp_path / "loss.png"))
+    assert "2 deaths; every bit as in an undisturbed run: True" in out
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_has_its_line_and_its_length(name: str) -> None:
     assert f"[`{name}.py`]" in (EXAMPLES / "README.md").read_text()
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 150
     assert name in SETTINGS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_parties_that_do_not_trust_each_other() -> None:
+    pytest.importorskip("cryptography")
+    command = [sys.executable, str(EXAMPLES / "hospital/run.py"), "--steps", "25", "--clip", "4", "--noise", "0.02"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"accuracy ([\d.]+)% -> ([\d.]+)%", done.stdout)
+    assert found
+    assert float(found[2]) > 70
+    assert "float32 x 2d" in done.stdout  # activations and gradients
+    assert "int64" not in done.stdout  # labels do not cross
+    assert "refusal" not in done.stdout

@@ -270,8 +270,8 @@ class Service(Layer):
             self.agent.fail(request, ended.error)
             return
         carried, packed = _carried(ended)
-        if order.active:
-            order.adopt(packed.tensors)  # if the pass had ended before, its streams are not this thread's
+        if order.active and getattr(ended, "lane", None) is not order.current_lane():
+            order.adopt(packed.tensors)  # the pass had ended before this was asked for, on other streams
         participants = ended.context.participants | ended.known
         self.agent.reply(request, PassDone(tuple(participants), carried), packed)
 

@@ -16,6 +16,7 @@ from telegrad.rpc.job.lifecycle import init_rpc, shutdown
 from telegrad.rpc.options import RpcBackendOptions, as_timeout
 from telegrad.rpc.patterns.batch import batch
 from telegrad.rpc.patterns.many import as_completed, gather, get_worker_infos, map
+from telegrad.rpc.server.cancellation import cancelled
 from telegrad.rpc.trust.exports import Limits, export, withdraw
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.transport.tls import Tls
@@ -34,6 +35,7 @@ __all__ = [
     "WorkerInfo",
     "as_completed",
     "batch",
+    "cancelled",
     "debug_waits",
     "export",
     "functions",

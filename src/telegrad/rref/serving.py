@@ -69,7 +69,7 @@ def serve_creation(references: References, request: Request) -> None:
     try:
         result = agent.layer(CallService).run(request, call)
         if type(result) is Later:
-            result.give_to(done, failed)
+            result.give_to(done, failed, request)
         else:
             done(result)
     except Exception as error:

@@ -149,7 +149,7 @@ class RpcWithAutograd(Message, frozen=True, tag=20):
 
 def with_definition(call: Any, definition: bytes) -> Any:
     """The message of a call, with the definition of its function rather than the number alone."""
-    if type(call) is RpcWithAutograd or type(call) is RpcWithProfiling:
+    if type(call) in (RpcWithAutograd, RpcWithProfiling, RpcWithTrace):
         return msgspec.structs.replace(call, call=with_definition(call.call, definition))
     return msgspec.structs.replace(call, definition=definition)
 
@@ -259,12 +259,20 @@ class CleanupAutogradContextReply(Message, frozen=True, tag=29):
 # --- profiling --------------------------------------------------------------------------------------------------------
 
 
+class RpcWithTrace(Message, frozen=True, tag=32):
+    """A call made under an OpenTelemetry span, whose context is in `carrier`; it is answered as the call itself is."""
+
+    method: str
+    carrier: tuple[tuple[str, str], ...]
+    call: PythonCall | PythonRemoteCall | RRefFetch | RpcWithAutograd
+
+
 class RpcWithProfiling(Message, frozen=True, tag=30):
     """A call made under a profiler: profile it as well, with the same `options`, and return the events."""
 
     key: str  # what the call is named in the caller's profile
     options: int
-    call: PythonCall | PythonRemoteCall | RRefFetch | RpcWithAutograd
+    call: PythonCall | PythonRemoteCall | RRefFetch | RpcWithAutograd | RpcWithTrace
 
 
 class RpcWithProfilingReply(Message, frozen=True, tag=31):
@@ -334,6 +342,12 @@ class WaitsReply(Message, frozen=True, tag=47):
     """What a worker waits for, one line each, with the worker waited on where there is one."""
 
     waits: tuple[tuple[str, int], ...]
+
+
+class CancelCall(Message, frozen=True, tag=64):
+    """Nobody waits any more for the call sent on this link under `request_id`: stop it, if that can be done."""
+
+    request_id: int
 
 
 class Observe(Message, frozen=True, tag=60):
@@ -413,6 +427,7 @@ AnyMessage = (
     | CleanupAutogradContextReply
     | RpcWithProfiling
     | RpcWithProfilingReply
+    | RpcWithTrace
     | Ping
     | Exhausted
     | Barrier
@@ -423,6 +438,7 @@ AnyMessage = (
     | DialBack
     | DebugWaits
     | WaitsReply
+    | CancelCall
     | Observe
     | Observed
     | AnnounceDeviceBlock
