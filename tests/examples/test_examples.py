@@ -88,3 +88,18 @@ def test_each_has_its_line_and_its_length(name: str) -> None:
     assert f"[`{name}.py`]" in (EXAMPLES / "README.md").read_text()
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 150
     assert name in SETTINGS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_parties_that_do_not_trust_each_other() -> None:
+    pytest.importorskip("cryptography")
+    command = [sys.executable, str(EXAMPLES / "hospital/run.py"), "--steps", "25", "--clip", "4", "--noise", "0.02"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"accuracy ([\d.]+)% -> ([\d.]+)%", done.stdout)
+    assert found
+    assert float(found[2]) > 70
+    assert "float32 x 2d" in done.stdout  # activations and gradients
+    assert "int64" not in done.stdout  # labels do not cross
+    assert "refusal" not in done.stdout

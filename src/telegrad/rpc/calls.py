@@ -142,7 +142,10 @@ def start_request(
         for wrap in agent.layers.wrap_call:
             wrapped = wrap(link.member.worker_id, message, packed.tensors)
             if wrapped is not None:
-                message, on_reply = wrapped
+                message, outer = wrapped
+                if on_reply is not None:
+                    outer.inner = on_reply  # type: ignore[attr-defined] # of layers that wrap what others wrapped
+                on_reply = outer
         if around is not None:
             message, on_reply = around(message, on_reply)
         agent.runtime.calls_made += 1

@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar, TypeVarTuple, Unpack, cast, overload
 import torch
 
 from telegrad.errors import RRefError
+from telegrad.ids import short_id
 from telegrad.rpc.calls import Args, Kwargs, Worker, check_call
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
@@ -14,7 +15,6 @@ from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
 from telegrad.rref.handles import Handle, OwnerHandle, create, hold
-from telegrad.rref.peers import short_id
 from telegrad.rref.references import references_of
 
 T = TypeVar("T")
