@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from telegrad import __version__
 
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="go to the script")
     run.set_defaults(command=_run)
 
+    _add_watching(commands)
     doctor = commands.add_parser(
         "doctor",
         help="check this machine and measure what its ways of talking cost",
@@ -49,6 +51,44 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _add_watching(commands: Any) -> None:
+    trace = commands.add_parser(
+        "trace",
+        help="run a script and record a timeline of all its workers",
+        description="Run a script and record what all its workers do, into one file for https://ui.perfetto.dev.",
+    )
+    trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="default: trace.json")
+    dashboard = commands.add_parser(
+        "dashboard",
+        help="run a script with a live page, or find the pages of jobs that run here",
+        description="Run a script with a live page; without a script, print the addresses of the pages that run here.",
+    )
+    dashboard.add_argument("--listen", metavar="HOST:PORT", help="default: a free port of the loopback address")
+    for parser, needed in ((trace, True), (dashboard, False)):
+        parser.add_argument(
+            "-n", "--workers", type=_positive, metavar="N", help="as with `run`; by default the script starts its own"
+        )
+        parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
+        parser.add_argument("script", metavar="SCRIPT", nargs=None if needed else "?")
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="go to the script")
+        parser.set_defaults(command=_watch, watch=parser.prog.split()[-1])
+    top = commands.add_parser("top", help="show a running job in the terminal", description="Show a running job.")
+    top.add_argument("url", nargs="?", metavar="URL", help="of its dashboard; default: the latest on this host")
+    top.add_argument("--once", action="store_true", help="print once and end")
+    top.set_defaults(command=_watch, watch="top")
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from telegrad.cli import watch
+    from telegrad.errors import TelegradError
+
+    try:
+        return int(getattr(watch, options.watch)(options))
+    except TelegradError as error:
+        sys.stderr.write(f"telegrad {options.watch}: {error}\n")
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:
