@@ -104,7 +104,7 @@ def test_each_has_its_line_and_its_length(name: str) -> None:
 @pytest.mark.timeout(120)
 def test_two_parties_that_do_not_trust_each_other() -> None:
     pytest.importorskip("cryptography")
-    command = [sys.executable, str(EXAMPLES / "hospital/run.py"), "--steps", "25", "--clip", "4", "--noise", "0.02"]
+    command = [sys.executable, str(EXAMPLES / "hospital/run.py"), "--steps", "40", "--clip", "8", "--noise", "0.05"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     found = re.search(r"accuracy ([\d.]+)% -> ([\d.]+)%", done.stdout)
