@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import apis, cases, cluster, footprint, harness, limits, plot, report
+from benchmarks import apis, cases, cluster, cuda, footprint, harness, limits, plot, report
 
 PLOT = Path("docs/benchmarks.png")
 REGIONS = "regions"
+CUDA = "cuda"
 BYTECODES = "bytecodes"
 ALONE_DEADLINE = 300.0
 FOOTPRINTS = {case.key: case for case in (footprint.IMPORT, footprint.IDLE_MEMORY)}
@@ -22,6 +23,9 @@ FOOTPRINTS = {case.key: case for case in (footprint.IMPORT, footprint.IDLE_MEMOR
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
+    if options.cases == [CUDA]:
+        cuda.main(options.impl)
+        return 0
     # Ended politely, this process would leave without ending its workers in order: make it an ordinary interrupt.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cluster.preload()
@@ -45,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    known = [*cases.BY_KEY, *FOOTPRINTS, REGIONS, BYTECODES]
+    known = [*cases.BY_KEY, *FOOTPRINTS, REGIONS, BYTECODES, CUDA]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, epilog=f"cases: {', '.join(known)}"
     )

@@ -110,7 +110,7 @@ def measure() -> tuple[Count, Count]:
         for worker in workers:
             worker.start()
         try:
-            found = dict(answers.get(timeout=_DEADLINE) for _ in workers)
+            found = dict([answers.get(timeout=_DEADLINE) for _ in workers])
             for worker in workers:
                 worker.join(_DEADLINE)
         finally:

@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 _meetings = itertools.count()
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch", "telegrad.rpc", "telegrad.autograd"])
+_server.set_forkserver_preload(["torch", "telegrad.rpc", "telegrad.autograd", "telegrad.durable"])
 
 
 def process(target: Any, *args: Any) -> BaseProcess:

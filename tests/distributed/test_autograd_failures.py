@@ -114,7 +114,7 @@ def end_context(context_id: int) -> None:
     from telegrad.engine import end_context
     from telegrad.ids import ContextId
 
-    end_context(require_agent(), ContextId(context_id))
+    end_context(require_agent().layer(Service), ContextId(context_id))
 
 
 def held() -> dict[str, Any]:

@@ -407,7 +407,7 @@ def check(world: World, x: Tensor, expected: dict[str, float], error: BaseExcept
             assert pass_.finished, f"{worker.name} still waits: {pass_}"
         assert not any(worker.asked.values()), f"{worker.name} has asked, and heard nothing"
     if world.root.alive:
-        end_context(world.root, world.context_id)  # type: ignore[arg-type]
+        end_context(world.root.service, world.context_id)
         world.chance = Chance((), set())
         world.drain()
     for worker in survivors:

@@ -64,6 +64,8 @@ OPS: dict[str, Callable[[Tensor, Tensor], list[Tensor]]] = {
     "view": lambda x, y: [x[:1].expand(2)],
     "detach": lambda x, y: [x.detach()],
 }
+# With a GPU: to it, or away from it.
+MOVES = {"moved": lambda x, y: [x.cpu() if x.is_cuda else x.cuda()]}
 
 
 class State(NamedTuple):
@@ -82,6 +84,7 @@ class Where(NamedTuple):
     distributed: bool
     recording: bool
     leaf_hooks: bool
+    mixed: bool = False  # whether every other worker's leaves are on the GPU, and values go back and forth
     path: str = ""
 
 
@@ -105,8 +108,9 @@ def state_of(where: Where) -> State:
 def _new_state(where: Where) -> State:
     generator = torch.Generator().manual_seed(where.worker)
     shapes = {f"leaf {number}": (2,) for number in range(LEAVES)} | {"embedding": (ROWS, 2)}
+    device = "cuda" if where.mixed and where.worker % 2 else "cpu"
     leaves = {
-        name: torch.nn.Parameter(torch.rand(shape, dtype=torch.float64, generator=generator))
+        name: torch.nn.Parameter(torch.rand(shape, dtype=torch.float64, generator=generator).to(device))
         for name, shape in shapes.items()
     }
     state = State(leaves, {}, [])
@@ -153,11 +157,14 @@ def _run_step(where: Where, state: State, step: Step, values: list[Tensor], refe
         case Leaf(number):
             return [state.leaves[f"leaf {number % LEAVES}"]]
         case Embed(rows):
-            indices = torch.tensor([row % ROWS for row in rows])
+            indices = torch.tensor([row % ROWS for row in rows], device=state.leaves["embedding"].device)
             return [torch.nn.functional.embedding(indices, state.leaves["embedding"], sparse=True).sum(0)]
         case Local(op, left, right, no_grad):
             with torch.set_grad_enabled(not no_grad):
-                return OPS[op](pick(left), pick(right))
+                one = pick(left)
+                if op in MOVES:
+                    return MOVES[op](one, one) if where.mixed else []
+                return OPS[op](one, pick(right).to(one.device))
         case Hook(value, doubling):
             watched = pick(value)
             if watched.requires_grad:
@@ -299,9 +306,9 @@ class Outcome(NamedTuple):
     hooks: list[tuple[str, list[float]]]
 
 
-def in_one_process(program: Program) -> Outcome:
+def in_one_process(program: Program, mixed: bool = False) -> Outcome:
     """The oracle."""
-    where = Where(f"one process {next(_runs)}", 0, False, True, program.leaf_hooks)
+    where = Where(f"one process {next(_runs)}", 0, False, True, program.leaf_hooks, mixed)
     totals: dict[Tensor, Tensor] = {}
     values: list[Tensor] = []
     passes = [segment for segment in program.segments if segment.roots]
@@ -319,9 +326,9 @@ def in_one_process(program: Program) -> Outcome:
     return _merge(collected)
 
 
-def distributed(program: Program) -> Outcome:
+def distributed(program: Program, mixed: bool = False) -> Outcome:
     """The same over the workers of a running cluster, of which this process is the first."""
-    where = Where(f"distributed {time.monotonic_ns()} {next(_runs)}", 0, True, True, program.leaf_hooks)
+    where = Where(f"distributed {time.monotonic_ns()} {next(_runs)}", 0, True, True, program.leaf_hooks, mixed)
     values: list[Tensor] = []
     passes = [segment for segment in program.segments if segment.roots]
     with autograd.context() as context_id:
@@ -344,7 +351,9 @@ def _roots(values: list[Tensor], positions: tuple[int, ...], given: bool) -> tup
     chosen = {-1 - position % len(values): None for position in positions}
     roots = [values[position] for position in chosen if values[position].requires_grad]
     if given:  # not the values themselves: a view made under `no_grad` may say that it requires grad, and cannot be one
-        gradients = [torch.arange(1.0, 3.0, dtype=torch.float64) * (i + 1) for i in range(len(roots))]
+        gradients = [
+            torch.arange(1.0, 3.0, dtype=torch.float64, device=root.device) * (i + 1) for i, root in enumerate(roots)
+        ]
         return [root * 1 for root in roots], gradients
     return [root.sum() for root in roots], [None] * len(roots)
 
@@ -374,14 +383,16 @@ def _merge(outcomes: list[Outcome]) -> Outcome:
 # --- the comparison ---
 
 
-def check(program: Program) -> None:
+def check(program: Program, mixed: bool = False) -> None:
     """Raise AssertionError, with what differs, unless the program leaves the same both ways."""
-    expected = in_one_process(program)
+    expected = in_one_process(program, mixed)
     if program.threads == 1:
-        outcomes = [distributed(program)]
+        outcomes = [distributed(program, mixed)]
     else:
         with ThreadPoolExecutor(program.threads) as pool:
-            outcomes = [done.result() for done in [pool.submit(distributed, program) for _ in range(program.threads)]]
+            outcomes = [
+                done.result() for done in [pool.submit(distributed, program, mixed) for _ in range(program.threads)]
+            ]
     for outcome in outcomes:
         difference = differences(outcome, expected)
         assert not difference, "distributed and in one process differ:\n" + "\n".join(difference)

@@ -6,7 +6,7 @@ graphs that several Sends share.
 
 from hypothesis import strategies as st
 
-from tests.oracle.interpreter import CONTAINERS, OPS
+from tests.oracle.interpreter import CONTAINERS, MOVES, OPS
 from tests.oracle.program import (
     Body,
     Call,
@@ -31,7 +31,7 @@ _rarely = st.sampled_from([False] * 7 + [True])
 _arguments = st.lists(_positions, min_size=1, max_size=3).map(tuple)
 _simple: st.SearchStrategy[Step] = st.one_of(
     st.builds(Local, st.sampled_from(sorted(OPS)), _positions, _positions, _rarely),
-    st.builds(Local, st.sampled_from(["add", "mul", "halves"]), _positions, _positions),
+    st.builds(Local, st.sampled_from(["add", "mul", "halves", *MOVES]), _positions, _positions),
     st.builds(Leaf, st.integers(0, 1)),
     st.builds(Embed, st.lists(st.integers(0, 2), min_size=1, max_size=2).map(tuple)),
     st.builds(Hook, _positions, st.booleans()),

@@ -13,17 +13,31 @@ from torch import Tensor
 from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import current, registry, within
+from telegrad.cuda import order
 from telegrad.errors import AutogradError
 from telegrad.ids import ContextId
 
 if TYPE_CHECKING:
     from telegrad.engine.backward import backward, backward_async
+    from telegrad.engine.higher.grad import grad, hvp, vjp
 
-__all__ = ["Context", "backward", "backward_async", "context", "get_gradients", "inspect_context"]
+__all__ = [
+    "Context",
+    "backward",
+    "backward_async",
+    "context",
+    "get_gradients",
+    "grad",
+    "hvp",
+    "inspect_context",
+    "vjp",
+]
+
+_FROM_ABOVE = ("backward", "backward_async", "grad", "hvp", "vjp")
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("backward", "backward_async"):
+    if name in _FROM_ABOVE:
         found = globals()[name] = getattr(importlib.import_module("telegrad.engine"), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -40,6 +54,11 @@ class context:  # noqa: N801 - the name torch's users write
     because it is made in a thread that was started within the block, and such a thread begins outside of it. While a
     context with `strict` is open, sending a tensor that requires grad from this worker outside any context is an error.
     Under `torch.no_grad()` nothing is recorded either, but that is said in so many words, and is none.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.exp, (x * 0,)).sum()])
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -72,6 +91,13 @@ def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tens
     """Gradients that passes over a context have left on this worker, by the leaf they belong to.
 
     With `worker`, those of another worker: copies of its leaves, and of their gradients.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.sum, (x * 3,))])
+        ...     autograd.get_gradients(context_id)[x]
+        tensor([3., 3.])
     """
     if worker is not None:
         rpc = importlib.import_module("telegrad.rpc")
@@ -79,15 +105,25 @@ def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tens
             return dict(rpc.rpc_sync(worker, _gradient_pairs, args=(ContextId(context_id),)))
     found = registry().find(context_id)
     found.check_usable()
+    if order.active:
+        order.adopt(found.gradients.values())
     return dict(found.gradients)
 
 
 def _gradient_pairs(context_id: int) -> list[tuple[Tensor, Tensor]]:
-    return [(leaf.detach(), gradient) for leaf, gradient in registry().find(context_id).gradients.items()]
+    return [(leaf.detach(), gradient.detach()) for leaf, gradient in registry().find(context_id).gradients.items()]
 
 
 def inspect_context(context_id: int) -> dict[str, Any]:
-    """What this worker knows of a context: sends, receives, participants, gradients, what a running pass waits for."""
+    """What this worker knows of a context: sends, receives, participants, gradients, what a running pass waits for.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.exp, (x,))
+        ...     len(autograd.inspect_context(context_id)["sends"])
+        1
+    """
     found = registry().find(context_id)
     return {
         "context_id": found.context_id,

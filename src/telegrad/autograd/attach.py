@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -38,6 +39,7 @@ from telegrad.wire.messages import (
 )
 from telegrad.wire.specs import Flag
 
+_REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)  # a plain int: arithmetic on enums costs a microsecond
 _CALLS = {PythonCall, PythonRemoteCall, RRefFetch}
 
 
@@ -98,21 +100,22 @@ def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: li
     return AutogradMetadata(context.context_id, message_id)
 
 
-def _record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
+def record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
     """Put the tensors that required grad at their sender behind a Recv."""
-    positions = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
-    if not positions:
+    required = [tensor.requires_grad for tensor in tensors]
+    if True not in required:
         return tensors
     plain = [
-        _of_parameter(tensors[i], tensors) if type(tensors[i]) is not Tensor else tensors[i].requires_grad_(False)
-        for i in positions
+        tensor.requires_grad_(False) if type(tensor) is Tensor else _of_parameter(tensor, tensors)
+        for tensor in tensors
+        if tensor.requires_grad
     ]
     attached, recv = attach_recv(plain, message_id, sender)
     context.add_recv(recv)
-    tensors = list(tensors)
-    for position, tensor in zip(positions, attached, strict=True):
-        tensors[position] = tensor
-    return tensors
+    if len(attached) == len(tensors):
+        return list(attached)
+    behind = iter(attached)
+    return [next(behind) if was else tensor for tensor, was in zip(tensors, required, strict=True)]
 
 
 def _of_parameter(parameter: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -126,15 +129,12 @@ def _of_parameter(parameter: Tensor, tensors: list[Tensor]) -> Tensor:
     return tensor
 
 
-class _Recorded:
+class _Recorded(msgspec.Struct, eq=False):
     """A recorded call on its way: what its reply adds to the context, and what is to be done if it cannot be sent."""
 
-    __slots__ = ("_context", "_message_id", "_to")
-
-    def __init__(self, context: Context, to: WorkerId, message_id: MessageId) -> None:
-        self._context = context
-        self._to = to
-        self._message_id = message_id
+    _context: Context
+    _to: WorkerId
+    _message_id: MessageId
 
     def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
         if type(message) is not RpcWithAutogradReply:
@@ -143,9 +143,11 @@ class _Recorded:
             )
         message_id = message.metadata.message_id
         self._context.touch(message.participants)
-        if any(tensor.requires_grad for tensor in tensors):
-            self._context.arrived(message_id, self._to)
-        return message.reply, _record_recv(self._context, self._to, message_id, tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._context.arrived(message_id, self._to)
+                break
+        return message.reply, record_recv(self._context, self._to, message_id, tensors)
 
     def unsent(self) -> None:
         """The call did not leave: nobody will ever return gradients for its tensors."""
@@ -179,7 +181,7 @@ def serve_recorded(agent: Agent, request: Request) -> None:
         return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
 
     request.message = message.call
-    request.on_tensors = lambda tensors: _record_recv(context, caller, message_id, tensors)
+    request.on_tensors = lambda tensors: record_recv(context, caller, message_id, tensors)
     request.on_reply = on_reply
     request.scope = lambda: within(context)
     request.session.serve(request)
@@ -198,7 +200,7 @@ def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
 
 def _has_gradients(frame: Frame) -> bool:
     """Whether a message has tensors that require grad, so that there is a Send that waits to hear."""
-    return any(spec.flags & Flag.REQUIRES_GRAD for spec in frame.tensors)
+    return any(spec.flags & _REQUIRES_GRAD for spec in frame.tensors)
 
 
 class AutogradLayer(Registry):

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 from torch import Tensor
 
 from telegrad.autograd.functions import RecvNode, SendNode
@@ -26,31 +27,36 @@ class Snapshot(NamedTuple):
     alone: set[MessageId]  # Sends that will hear from nobody
 
 
-class Context:
-    """One worker's part of one distributed autograd context."""
+class Context(msgspec.Struct, eq=False, weakref=True):
+    """One worker's part of one distributed autograd context. A struct: one is made for every step, in C.
 
-    def __init__(self, context_id: ContextId, here: WorkerId) -> None:
-        self.context_id = context_id
-        self.here = here
-        self.sends: dict[MessageId, SendNode] = {}
-        self.recvs: dict[MessageId, RecvNode] = {}
-        # Messages whose tensors nobody here can use: their Recv is still to be made, or never will be, since the call
-        # failed or its caller had given up. Their Sends must hear so.
-        self.orphans: dict[MessageId, WorkerId] = {}
-        self.unsent: set[MessageId] = set()  # Sends whose message never left: they hear from nobody
-        self.participants: set[WorkerId] = set()
-        self.gradients: dict[Tensor, Tensor] = {}
-        self.failure: WorkerDied | None = None  # the loss of a participant; never raised itself
-        self.ended = False
-        self.strict = False  # see `autograd.context`
-        # What a running pass waits for, in words; set by the engine.
-        self.waiting_for: Callable[[], list[str]] | None = None
-        self.profile: Any = None  # runs what passes do here, while a root profiles them
-        self._lock = threading.Lock()
-        self.newest_pass: dict[WorkerId, PassId] = {}  # by its root: what comes about an older one comes too late
-        self._late: Late | None = None
-        self._begun: PassId | None = None
-        self._too_late: dict[PassId, set[MessageId]] = {}
+    Example:
+        >>> with autograd.context() as context_id:
+        ...     autograd.inspect_context(context_id)["participants"]
+        []
+    """
+
+    context_id: ContextId
+    here: WorkerId
+    sends: dict[MessageId, SendNode] = {}
+    recvs: dict[MessageId, RecvNode] = {}
+    # Messages whose tensors nobody here can use: their Recv is still to be made, or never will be, since the call
+    # failed or its caller had given up. Their Sends must hear so.
+    orphans: dict[MessageId, WorkerId] = {}
+    unsent: set[MessageId] = set()  # Sends whose message never left: they hear from nobody
+    participants: set[WorkerId] = set()
+    gradients: dict[Tensor, Tensor] = {}
+    failure: WorkerDied | None = None  # the loss of a participant; never raised itself
+    ended: bool = False
+    strict: bool = False  # see `autograd.context`
+    # What a running pass waits for, in words; set by the engine.
+    waiting_for: Callable[[], list[str]] | None = None
+    profile: Any = None  # runs what passes do here, while a root profiles them
+    newest_pass: dict[WorkerId, PassId] = {}  # by its root: what comes about an older one comes too late
+    _lock: Any = msgspec.field(default_factory=threading.Lock)
+    _late: Late | None = None
+    _begun: PassId | None = None
+    _too_late: dict[PassId, set[MessageId]] = {}
 
     def __repr__(self) -> str:
         waits = self.waiting_for() if self.waiting_for is not None else []
@@ -89,6 +95,19 @@ class Context:
         with self._lock:
             self.orphans[message_id] = sender
             late = self._late
+        if late is not None:
+            late(message_id, sender)
+
+    def arrived_in_pass(self, message_id: MessageId, sender: WorkerId, pass_id: PassId) -> None:
+        """A message of a pass came, with gradients that have a graph; a Recv may follow.
+
+        It is no part of that pass, and its sender knows. Of a later one it might be, as any other message.
+        """
+        with self._lock:
+            self.orphans[message_id] = sender
+            begun = self._begun
+            of_later = begun is not None and (worker_of(begun) != worker_of(pass_id) or begun > pass_id)
+            late = self._late if of_later else None
         if late is not None:
             late(message_id, sender)
 
@@ -132,13 +151,8 @@ class Context:
         """Let go of every tensor and node."""
         with self._lock:
             self.ended = True
-            self.sends.clear()
-            self.recvs.clear()
-            self.orphans.clear()
-            self._too_late.clear()
-            self.gradients = {}
-            self.waiting_for = None
-            self._late = None
+            self.sends, self.recvs, self.orphans, self.gradients = {}, {}, {}, {}
+            self.waiting_for = self._late = None
 
 
 def add_gradients(one: Tensor, other: Tensor) -> Tensor:

@@ -10,9 +10,12 @@ the Recv: two calls may be in one graph at the same time, one of a pass that was
 that a hook makes within.
 """
 
+import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -63,10 +66,10 @@ class SendNode:
         self.message_id = message_id
         self.peer = peer
         try:
-            self.metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
+            self.metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         except RuntimeError:  # some are nested
             tensors = [_numbers_of(tensor) if tensor.is_nested else tensor for tensor in tensors]
-            self.metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
+            self.metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
         self.edges: tuple[GradientEdge, ...] = tuple([edge_of(tensor) for tensor in tensors])
 
@@ -77,11 +80,12 @@ class SendNode:
                 f"worker {self.peer} returned {len(gradients)} gradients for message {self.message_id}, which sent "
                 f"{len(self.metas)} tensors that require grad; the gradients were not used"
             )
-        for position, (gradient, meta) in enumerate(zip(gradients, self.metas, strict=True)):
-            if gradient is not None and TensorMeta.of(gradient) != meta:
+        for gradient, meta in zip(gradients, self.metas, strict=True):
+            if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) != meta:
+                position = next(at for at, other in enumerate(gradients) if other is gradient)
                 raise GradientMismatch(
                     f"worker {self.peer} returned a gradient of {TensorMeta.of(gradient)} for tensor {position} of "
-                    f"message {self.message_id}, which is {meta}; the gradients were not used"
+                    f"message {self.message_id}, which is {TensorMeta(*meta)}; the gradients were not used"
                 )
 
     def name(self) -> str:
@@ -134,7 +138,33 @@ class _Drop(torch.autograd.Function):
 Taker: TypeAlias = Callable[[Node, Gradients], None]
 
 _TAKER = "telegrad.taker"
-_has_state, _get_state, _set_state = torch._C._is_key_in_tls, torch._C._get_obj_in_tls, torch._C._stash_obj_in_tls
+_has_state, _get_state = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
+_set_state: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+
+
+def _takes_no_reference() -> bool:
+    """Whether this torch forgets to count the reference that it keeps and later drops; those before 2.13 may."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    _set_state("telegrad.probe", probe)
+    forgets = sys.getrefcount(probe) == before
+    if forgets:
+        _count_reference(probe)
+    _set_state("telegrad.probe", None)
+    return forgets
+
+
+_count_reference = ctypes.pythonapi.Py_IncRef
+_count_reference.argtypes, _count_reference.restype = (ctypes.py_object,), None
+
+
+def _set_counted(key: str, value: object) -> None:
+    _count_reference(value)
+    torch._C._stash_obj_in_tls(key, value)
+
+
+if _takes_no_reference():
+    _set_state = _set_counted
 
 
 def taker() -> Taker | None:
@@ -159,16 +189,13 @@ class running_in:  # noqa: N801 - used like a function; a class, because it is o
         _set_state(_TAKER, self._before)
 
 
-class RecvNode:
+class RecvNode(msgspec.Struct, eq=False, weakref=True):
     """The end of a worker's graph at one received message; the gradients that reach it belong to the sender."""
 
-    __slots__ = ("__weakref__", "message_id", "metas", "node", "peer")
-
-    def __init__(self, message_id: MessageId, peer: WorkerId, node: Node, metas: tuple[TensorMeta, ...]) -> None:
-        self.message_id = message_id
-        self.peer = peer
-        self.node = node
-        self.metas = metas
+    message_id: MessageId
+    peer: WorkerId
+    node: Node
+    count: int  # of its tensors
 
     def name(self) -> str:
         """What torch calls such a node; the autograd node itself has the same name."""
@@ -180,7 +207,7 @@ class RecvNode:
         return ((ANCHOR.node, ANCHOR.output_nr),)
 
     def __repr__(self) -> str:
-        return f"<RecvNode {self.message_id}: {len(self.metas)} tensors from worker {self.peer}>"
+        return f"<RecvNode {self.message_id}: {self.count} tensors from worker {self.peer}>"
 
 
 def attach_recv(
@@ -191,16 +218,15 @@ def attach_recv(
     `tensors` are those of the message that required grad where they came from, in its order, at least one. None of them
     may be part of a graph yet. The tensors returned may be changed in place, but views not.
     """
-    try:
-        metas = tuple([TensorMeta.of(tensor) for tensor in tensors])
-    except RuntimeError:
-        return _attach_nested(tensors, message_id, peer)
+    for tensor in tensors:
+        if tensor.is_nested:
+            return _attach_nested(tensors, message_id, peer)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         attached = _apply_recv(_anchor, message_id, peer, tensors)
     else:
         with torch.inference_mode(False), torch.enable_grad():
             attached = _apply_recv(_anchor, message_id, peer, tensors)
-    return attached, RecvNode(message_id, peer, attached[0].grad_fn, metas)
+    return attached, RecvNode(message_id, peer, attached[0].grad_fn, len(tensors))
 
 
 def _attach_nested(

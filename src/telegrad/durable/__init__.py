@@ -8,11 +8,13 @@ part        one worker's values and snapshots
 worker      the messages of the protocol, as functions called on a worker
 driver      the shell around `core`
 run         what a training loop sees: `Run`
+serve       what the other workers' program does meanwhile
 """
 
 from telegrad.durable.driver import Return
 from telegrad.durable.optimizer import DurableOptimizer
 from telegrad.durable.reference import DurableRef
 from telegrad.durable.run import Run
+from telegrad.durable.serve import serve
 
-__all__ = ["DurableOptimizer", "DurableRef", "Return", "Run"]
+__all__ = ["DurableOptimizer", "DurableRef", "Return", "Run", "serve"]

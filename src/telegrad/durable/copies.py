@@ -52,7 +52,7 @@ def _like(state: Any, items: dict[Any, Any]) -> Any:
 
 def find_unplain(state: Any, where: str) -> str | None:
     """Where in a state there is something that a file cannot hold safely; None if nowhere."""
-    if isinstance(state, torch.Tensor | _PLAIN):
+    if isinstance(state, (torch.Tensor, *_PLAIN)):
         return None
     if isinstance(state, dict):
         found = (find_unplain(value, f"{where}[{key!r}]") for key, value in state.items())

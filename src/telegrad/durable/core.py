@@ -119,6 +119,7 @@ class Coordinator:
         self._unsafe: set[str] = set()  # members whose part of it has not arrived
         self._writing: Snapshot | None = None
         self._unwritten: set[str] = set()
+        self._due = self._due_on_disk = False
         self._final: bool | None = None  # a last snapshot is due once the present one is safe; whether to disk
 
     def __repr__(self) -> str:
@@ -137,6 +138,7 @@ class Coordinator:
             self.missing.add(member)
             self.phase = Phase.WAITING
             self._pending = self._writing = self._final = None
+            self._due = self._due_on_disk = False
             self._lost_any = True
         return []
 
@@ -210,13 +212,15 @@ class Coordinator:
     def step_ended(self, *, take: bool = False, write: bool = False, final: bool = False) -> list[Action]:
         """One more step is done everywhere; whether a snapshot is due, also to disk, or the last one, to be waited for.
 
-        One that falls due while the one before is still travelling is left out."""
+        One that falls due while the one before is still travelling is taken after a later step."""
         self.step += 1
+        self._due |= take
+        self._due_on_disk |= write
         if final:
             return self.settle(write)
-        if not take or self._pending is not None:
+        if not self._due or self._pending is not None:
             return [Resume(self.step)]
-        return self._take(write=write and self._writing is None, then=Phase.COPYING)
+        return self._take(write=self._due_on_disk and self._writing is None, then=Phase.COPYING)
 
     def settle(self, write: bool) -> list[Action]:
         """The state as it is now is to be safe before anything else happens."""
@@ -234,6 +238,7 @@ class Coordinator:
         self._pending = snapshot = Snapshot(self.step, self.epoch, self._driver)
         self._awaited, self._unsafe = set(self.members), set(self.members)
         self._final = None
+        self._due, self._due_on_disk = False, self._due_on_disk and not write
         write = write or not any(self.holders.values())  # then only the disk makes it safe
         if write:
             self._writing, self._unwritten = snapshot, set(self.members)

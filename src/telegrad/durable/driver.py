@@ -99,8 +99,7 @@ class Driver:
 
     def step_ended(self, final: bool) -> None:
         """A step is done on all members; take a snapshot if one is due, or return if somebody has died meanwhile."""
-        while not self._events.empty():
-            self._events.get()()
+        self._take_in_events()
         if self.look_at_members():
             self._until_resumed()
             return
@@ -116,6 +115,7 @@ class Driver:
 
     def died_by(self, error: BaseException) -> bool:
         """Whether an error of a step is the death of a member; then the step will run again."""
+        self._take_in_events()  # what was heard before: a snapshot may just have become whole
         if isinstance(error, WorkerDied) and error.worker in self.members:
             self._died(error.worker)
             return True
@@ -189,6 +189,10 @@ class Driver:
                 else:
                     self.look_at_members()
 
+    def _take_in_events(self) -> None:
+        while not self._events.empty():
+            self._events.get()()
+
     def _noted(self, what: str, who: str, snapshot: Any) -> None:
         """A member says something by itself; called by the thread that serves it."""
         if what == "failed":
@@ -245,7 +249,7 @@ class Driver:
         elif isinstance(action, Restore):
             function = worker.restore
             recipes = tuple(self._recipes[member]) if member != driver.info.name else ()
-            args = (run, epoch, self._declaration, *action[2:], where, recipes, timeout)
+            args = (run, epoch, driver.info.name, self._declaration, *action[2:], where, recipes, timeout)
             answer = lambda _: self.core.restored(member, epoch)  # noqa: E731
         else:
             function, args = worker.commit, (run, epoch, action.snapshot)

@@ -58,6 +58,7 @@ class Part:
 
     run: str
     agent: Agent
+    driver: str = ""  # the name of the worker that drives the run, if it has declared anything here
     declaration: int = 0  # which `Run` declared the values: that of a driver's program, or of its next incarnation's
     values: dict[str, Value] = field(default_factory=dict)
     holdings: Holdings[State] = field(default_factory=Holdings)
@@ -148,6 +149,7 @@ class Parts(Layer):
     def __init__(self) -> None:
         self.by_run: dict[str, Part] = {}
         self.waiting: dict[str, list[tuple[str, int]]] = {}  # what the driver of a run waits for
+        self.closed = False  # whether a run was closed here by its driver
 
     def waits(self) -> Sequence[tuple[str, int]]:
         """Workers whose return a run waits for."""

@@ -237,7 +237,14 @@ class Run:
         while True:
             member = self._agent.find(owner)
             anew = self._incarnations.get(owner) != member.incarnation
-            args = (self.name, self._declaration, self._seed, self._resume, tuple(known) if anew else recipes)
+            args = (
+                self.name,
+                self._agent.info.name,
+                self._declaration,
+                self._seed,
+                self._resume,
+                tuple(known) if anew else recipes,
+            )
             try:
                 if owner == self._agent.info.name:
                     incarnation, said = worker.declare(*args)

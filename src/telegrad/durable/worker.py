@@ -20,7 +20,9 @@ from telegrad.rpc.current import require_agent
 log = logging.getLogger("telegrad.durable")
 
 
-def declare(run: str, declaration: int, seed: int | None, resume: bool, recipes: tuple[Recipe, ...]) -> tuple[int, Any]:
+def declare(
+    run: str, driver: str, declaration: int, seed: int | None, resume: bool, recipes: tuple[Recipe, ...]
+) -> tuple[int, Any]:
     """Make durable values. Returns who made them, this incarnation, and what the last one has to say of itself.
 
     A program that was started again declares all its values anew, and then asks for their states."""
@@ -28,6 +30,7 @@ def declare(run: str, declaration: int, seed: int | None, resume: bool, recipes:
     part = part_of(agent, run)
     result = None
     with part.lock:
+        part.driver = driver
         if part.declaration != declaration:
             part.declaration = declaration
             part.values.clear()
@@ -143,6 +146,7 @@ def give(run: str, owner: str, snapshot: Snapshot) -> State:
 def restore(
     run: str,
     epoch: int,
+    driver: str,
     declaration: int,
     snapshot: Snapshot,
     source: str | None,
@@ -164,7 +168,7 @@ def restore(
             state = disk.read_part(Path(folder), snapshot, me)
         else:
             state = rpc.rpc_sync(source, give, (run, me, snapshot), timeout=seconds)
-        part.declaration = declaration
+        part.driver, part.declaration = driver, declaration
         with part.guard:
             part.holdings.take(epoch, snapshot, state)
         part.load(state, recipes)
@@ -178,7 +182,9 @@ def commit(run: str, epoch: int, snapshot: Snapshot) -> None:
 
 def forget(run: str) -> None:
     """The run is over."""
-    parts_of(require_agent()).by_run.pop(run, None)
+    parts = parts_of(require_agent())
+    parts.by_run.pop(run, None)
+    parts.closed = True
 
 
 # --- what members tell the driver ---

@@ -5,15 +5,20 @@ from functools import partial
 from typing import Any
 
 from telegrad.autograd.attach import install as install_autograd
+from telegrad.autograd.context import Context
 from telegrad.autograd.registry import ContextEngine
 from telegrad.engine.backward import backward, backward_async
 from telegrad.engine.checkpoints import install as install_checkpoints
 from telegrad.engine.cleanup import end_context, serve_cleanup
+from telegrad.engine.higher.grad import grad, hvp, vjp
+from telegrad.engine.higher.service import RecordingService
+from telegrad.engine.root_pass import RootPass
 from telegrad.engine.rref_backward import backward_from, serve_backward
 from telegrad.engine.service import Service
 from telegrad.ids import ContextId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Served
+from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.rref.reference import BackwardRunner, RRef
 from telegrad.wire.messages import (
@@ -24,9 +29,10 @@ from telegrad.wire.messages import (
     PropagateGradients,
     RRefBackward,
     TooLateForPass,
+    WithGraph,
 )
 
-__all__ = ["EngineLayer", "backward", "backward_async", "end_context", "install"]
+__all__ = ["EngineLayer", "backward", "backward_async", "end_context", "grad", "hvp", "install", "vjp"]
 
 
 class EngineLayer(Service, ContextEngine, BackwardRunner):
@@ -40,9 +46,18 @@ class EngineLayer(Service, ContextEngine, BackwardRunner):
             TooLateForPass: Served(self.serve_too_late),
             AbortPass: Served(self.serve_abort),
             ParticipantDied: Served(self.serve_participant_died),
-            CleanupAutogradContext: Served(partial(serve_cleanup, self.agent), deferrable=True),
+            CleanupAutogradContext: Served(partial(serve_cleanup, self), deferrable=True),
+            WithGraph: Served(self._serve_with_graph),
             RRefBackward: Served(partial(serve_backward, self.agent)),
         }
+
+    def open_recording(self, context: Context, timeout: float) -> RootPass:
+        """A new pass whose root is here and whose gradients have a graph."""
+        service = RecordingService.of(self)
+        return service.open_recorded(context, service.next_pass_id(), True, timeout, True, None)
+
+    def _serve_with_graph(self, request: Request) -> None:
+        RecordingService.of(self).serve_with_graph(request)
 
     def on_death(self, member: Member) -> None:
         """Contexts that the worker opened end, those it had a part in fail."""
@@ -54,11 +69,11 @@ class EngineLayer(Service, ContextEngine, BackwardRunner):
 
     def end_everywhere(self, context_id: ContextId) -> None:
         """Forget a context here and on all workers it reached."""
-        end_context(self.agent, context_id)
+        end_context(self, context_id)
 
-    def backward_from(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    def backward_from(self, rref: RRef[Any], context_id: int, retain_graph: bool, create_graph: bool) -> None:
         """Run a pass whose root is a reference."""
-        backward_from(rref, context_id, retain_graph)
+        backward_from(rref, context_id, retain_graph, create_graph)
 
 
 def install(agent: Agent) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import edge_of
-from telegrad.autograd.registry import registry, within
+from telegrad.autograd.registry import within
 from telegrad.engine.passes import Roots
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError
@@ -40,6 +40,7 @@ def backward(
     *,
     grad_tensors: Sequence[Tensor | None] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    create_graph: bool = False,
 ) -> None:
     """Run the backward pass of a context from `roots`, on all workers that took part in it.
 
@@ -49,17 +50,30 @@ def backward(
         retain_graph: keep the graph for another pass.
         grad_tensors: the gradient to start from, for each root; None for a root of one element.
         timeout: seconds until the pass is given up everywhere; by default the `rpc_timeout`; 0 for no limit.
+        create_graph: record the pass itself, so that its gradients can be differentiated; keeps the graph, too.
 
     The gradients of leaves are in `get_gradients(context_id)` on the worker where the leaf lives, never in `.grad`.
     An error on any worker ends the pass on all, and is raised here with that worker's name and traceback.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 2))
+        ...     autograd.backward(context_id, [y.sum()])
+        ...     autograd.get_gradients(context_id)[x]
+        tensor([2., 4.])
     """
     agent = require_agent()
     since = 0.0 if trace.recorder is None else trace.now()
-    context = registry().find(context_id)
+    service = agent.layer(Service)
+    context = service.registry.find(context_id)
     context.check_usable()
-    started = _as_roots(context, roots, grad_tensors)
+    started = as_roots(context, roots, grad_tensors)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
-    pass_ = agent.layer(Service).open(context, retain_graph, seconds)
+    if create_graph:
+        pass_ = service.open_recording(context, seconds)
+    else:
+        pass_ = service.open(context, retain_graph, seconds)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         with agent.layer(PassProfiler).profiling(context):
             pass_.begin(started)
@@ -78,13 +92,25 @@ def backward_async(
     *,
     grad_tensors: Sequence[Tensor | None] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    create_graph: bool = False,
 ) -> Future[None]:
-    """Like `backward`, but returns a Future at once, which can be waited for or awaited."""
+    """Like `backward`, but returns a Future at once, which can be waited for or awaited.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 2))
+        ...     autograd.backward_async(context_id, [y.sum()]).wait()
+        ...     autograd.get_gradients(context_id)[x]
+        tensor([2., 4.])
+    """
     future: Future[None] = Future(what=f"the backward pass of context {context_id}")
 
     def run() -> None:
         try:
-            backward(context_id, roots, retain_graph, grad_tensors=grad_tensors, timeout=timeout)
+            backward(
+                context_id, roots, retain_graph, grad_tensors=grad_tensors, timeout=timeout, create_graph=create_graph
+            )
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -94,7 +120,7 @@ def backward_async(
     return future
 
 
-def _as_roots(context: Context, roots: Sequence[Any], grad_tensors: Sequence[Tensor | None] | None) -> Roots:
+def as_roots(context: Context, roots: Sequence[Any], grad_tensors: Sequence[Tensor | None] | None) -> Roots:
     """Where the pass starts, and from what."""
     if isinstance(roots, Tensor) or not isinstance(roots, Sequence):
         raise TypeError(
@@ -107,7 +133,7 @@ def _as_roots(context: Context, roots: Sequence[Any], grad_tensors: Sequence[Ten
         raise ValueError(f"{len(grad_tensors)} grad_tensors were given for {len(roots)} roots")
     edges, gradients = [], []
     for position, given in enumerate(roots):
-        root = given if isinstance(given, Tensor) else _fetch(context, given)
+        root = given if isinstance(given, Tensor) else fetch_root(context, given)
         if not root.requires_grad:
             raise AutogradError(
                 f"requires_grad not set on root {position}: it does not depend on anything that requires grad"
@@ -117,7 +143,8 @@ def _as_roots(context: Context, roots: Sequence[Any], grad_tensors: Sequence[Ten
     return Roots(tuple(edges), gradients)
 
 
-def _fetch(context: Context, root: Any) -> Tensor:
+def fetch_root(context: Context, root: Any) -> Tensor:
+    """A root itself, also of a reference to it."""
     if hasattr(root, "to_here"):
         # Fetched inside the context, so the value comes with a Recv that leads back to its owner.
         with within(context):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Gradients, Taker, running_in, taker
+from telegrad.cuda import order
 from telegrad.engine.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.cut import cut_before
 from telegrad.engine.leaves import LeafSums, hooks_held, may_share, put_aside, put_back, shared_held, written
@@ -48,6 +49,7 @@ class Graph:
 
     __slots__ = ("_nones", "_retain_graph", "_sums", "_taker", "edges", "gradients", "leaves", "parts")
     leaves: dict[Node, Tensor]
+    _create_graph = False  # see `higher/graph.py`
 
     def __init__(self, sends: Iterable[Entered], taker: Taker, retain_graph: bool) -> None:
         """Walk it from where the gradients of each Send enter. Engine calls give those of Recvs to `taker`."""
@@ -175,6 +177,13 @@ class Graph:
         """The post-hook of a node that leads out of a cut batch: keep what the engine will not take there."""
         if taker() != self._taker:
             return  # another engine call over the same graph: of another pass, or a user's own
+        if order.active:
+            with order.back_on_lane(leaving):  # a node runs on the streams of its forward
+                self._keep(collected, node, inside, leaving)
+        else:
+            self._keep(collected, node, inside, leaving)
+
+    def _keep(self, collected: list[Root], node: Node, inside: set[Node | None], leaving: Gradients) -> None:
         for (child, position), gradient in zip(self.edges[node], leaving, strict=True):
             if child is None or child in inside:
                 continue
@@ -207,10 +216,10 @@ class Graph:
         if self._nones:
             with _entering(roots) as entering, running_in(self._taker):
                 edges, gradients = zip(*entering, strict=True)
-                return _run_backward(edges, gradients, self._retain_graph, False, wanted, True, accumulate)
+                return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
         edges, gradients = zip(*roots, strict=True)
         with running_in(self._taker):
-            return _run_backward(edges, gradients, self._retain_graph, False, wanted, True, accumulate)
+            return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
 
 
 def _is_large(gradient: Tensor) -> bool:

@@ -166,6 +166,9 @@ class LeafSums:
     def __bool__(self) -> bool:
         return bool(self._sums)
 
+    def __contains__(self, leaf: object) -> bool:
+        return leaf in self._sums
+
     def add(self, leaf: Node, part: Tensor | None) -> None:
         total = self._sums.get(leaf)
         if total is None:

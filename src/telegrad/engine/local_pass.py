@@ -10,14 +10,14 @@ runs as far as it leads to no node that must wait: `regions.py` decides that, `g
 """
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from telegrad import trace
-from telegrad.autograd.functions import Gradients, RecvNode
+from telegrad.autograd.functions import Gradients, RecvNode, Taker
 from telegrad.engine.cut import empty_queue
 from telegrad.engine.graph import Entered, Graph, Root, reached_from
 from telegrad.engine.hints import add_hint
@@ -47,6 +47,7 @@ class LocalPass(Generic[K]):
     done = False  # all has run
     over = False  # given up: nothing is delivered any more
     gradients: Mapping[Tensor, Tensor] = {}
+    _graph_type: Callable[[Iterable[Entered], Taker, bool], Graph] = Graph
     _graph: Graph | None = None  # from the start to the end; the runner's
     _plan: "Apart[K, Node] | Plan[K, Node] | None" = None  # only if something may run before all has been heard
     _recvs: Iterable[RecvNode] = ()
@@ -84,7 +85,7 @@ class LocalPass(Generic[K]):
 
     def start(self, sends: Sends[K], recvs: Iterable[RecvNode]) -> None:
         """Walk the graph, and tell the Recvs that nothing reaches."""
-        graph = Graph(sends.values(), self._tell, self.retain_graph)
+        graph = self._graph_type(sends.values(), self._tell, self.retain_graph)
         self._recvs = recvs
         self._untold = untold = {recv.node: recv for recv in recvs}
         if not untold.keys() <= graph.edges.keys():
@@ -172,7 +173,7 @@ class LocalPass(Generic[K]):
                 if self._untold:
                     self._tell_none(recvs)  # those that a node gave no gradient
                 if batch is _LAST:
-                    self._all_has_run(graph)
+                    self._all_has_run(graph.gradients)
                     return
                 taken = self._take()
         except BaseException as error:
@@ -205,12 +206,14 @@ class LocalPass(Generic[K]):
             self._running = False
             return None
 
-    def _all_has_run(self, graph: Graph) -> None:
+    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        """The last batch has run. False if the pass was given up meanwhile."""
         with self._lock:
             self._running = False
-            if not self.over:
-                self.gradients, self.done = graph.gradients, True
             self._release()
+            if not self.over:
+                self.gradients, self.done = gradients, True
+            return self.done
 
     def abort(self) -> None:
         """Give up and release everything. What is in the engine now still ends, but nothing is delivered any more."""

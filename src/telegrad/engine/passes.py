@@ -8,7 +8,7 @@
 On the worker that called `backward` the part is a `RootPass`, which waits for the others (`root_pass.py`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -153,21 +153,21 @@ class Pass(LocalPass[MessageId]):
             raise AutogradError(f"message {key} was sent after the pass had begun; its gradients were not used")
 
     def run(self) -> None:
-        """Run what may run, and see whether that was all."""
+        """Run what may run."""
         if self.context.profile is None:
             LocalPass.run(self)
         else:
             self.context.profile.run(super().run)
-        if self.done:
-            with self._lock:
-                if self.finished:
-                    return
-                self.finished = True
-            if self.gradients:
-                self.context.accumulate(self.gradients)
-            self._end()
-        elif self._for_root:
+        if self._for_root and not self.done:
             self._send_for_root()  # there is more to wait for: let the root go on meanwhile
+
+    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        if LocalPass._all_has_run(self, gradients):
+            if gradients:
+                self.context.accumulate(gradients)
+            self.finished = True
+            self._end()
+        return self.done
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
         """A Recv has its gradients. They leave at once, unless they can go with the answer to the root very soon."""
@@ -214,7 +214,7 @@ class Pass(LocalPass[MessageId]):
     def fail(self, error: BaseException) -> None:
         """Give up. The first error counts."""
         with self._lock:
-            if self.finished:
+            if self.finished or self.done:
                 return
             self.finished = True
             self.error = error

@@ -32,7 +32,6 @@ class RootPass(Pass):
 
     complete = False  # all are done: nothing can fail any more
     _open = 0  # requests without an answer
-    _attended: Slot | None = None  # the one whose answer the root is waiting for in person
     _waiting = False
     _told_of_error = False
     _news: Wakeup | None = None  # made by the root before it sleeps; set when something was settled
@@ -57,7 +56,7 @@ class RootPass(Pass):
             self._open += 1
         try:
             slot = self.service.agent.send(
-                member, message, packed, timeout=0.0, what=self.what, complete=self._answered, attended=True
+                member, message, packed, timeout=0.0, what=self.what, complete=self._take_answer, attended=True
             )
         except BaseException:
             with self._lock:
@@ -68,17 +67,9 @@ class RootPass(Pass):
         if self._waiting:  # the root will not come for this reply in person
             slot.link.expect()
 
-    def _answered(self, slot: Slot) -> None:
-        """An answer came, or will not: called by the thread that reads, for all who wait for a reply of that worker.
-
-        With gradients hooks of the user may run, which may wait for a reply themselves: never in this thread."""
-        if slot.frame is not None and type(slot.frame.message) is PassDone and slot.frame.message.gradients:
-            if slot is not self._attended:
-                self.service.agent.io_threads.submit(lambda: self._take_answer(slot))
-        else:
-            self._take_answer(slot)
-
     def _take_answer(self, slot: Slot) -> None:
+        """An answer came, or will not: in the thread of the root, or in an I/O thread. With gradients hooks of the user
+        may run, and may wait for a reply themselves; neither thread reads a link meanwhile."""
         with self._lock:
             if slot.complete is None:
                 return  # another thread was first
@@ -148,7 +139,6 @@ class RootPass(Pass):
             if self.error is not None:
                 return
             slot.deadline = self._deadline
-            self._attended = slot
             slot.wait()
             self._take_answer(slot)
 

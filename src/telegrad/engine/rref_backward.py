@@ -7,22 +7,28 @@ from typing import Any
 
 import torch
 
+from telegrad.autograd.registry import within
 from telegrad.engine.backward import backward
 from telegrad.errors import RpcTimeout, RRefError
-from telegrad.ids import ContextId
+from telegrad.ids import ContextId, show_id
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.calls import rpc_sync
 from telegrad.rpc.options import DEFAULT_RPC_TIMEOUT_SEC
 from telegrad.rpc.request import Request
+from telegrad.rpc.workers import peer_of
 from telegrad.rref import RRef, references_of
 from telegrad.rref.outcome import Outcome
-from telegrad.rref.peers import peer_of, show_id
 from telegrad.wire.messages import RRefBackward, RRefBackwardReply
 
 
-def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool, create_graph: bool = False) -> None:
     """Run the pass at the owner of `rref`: here, or by asking it."""
     if rref.is_owner():
-        backward(context_id, [rref.local_value()], retain_graph)
+        backward(context_id, [rref.local_value()], retain_graph, create_graph=create_graph)
+        return
+    if create_graph:
+        with within(None):  # no part of the context itself
+            rpc_sync(rref.owner(), backward_from, args=[rref, context_id, retain_graph, True], timeout=0)
         return
     handle = rref._handle
     agent = handle.references.agent

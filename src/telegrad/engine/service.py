@@ -20,16 +20,18 @@ from torch import Tensor
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
+from telegrad.cuda import order
+from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
 from telegrad.engine.passes import Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
-from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
+from telegrad.ids import ContextId, MessageId, PassId, WorkerId, ids_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.remote_errors import with_notes
 from telegrad.rpc.request import Request
-from telegrad.rpc.workers import Member
+from telegrad.rpc.workers import Member, peer_of
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import (
     AbortPass,
@@ -55,11 +57,13 @@ _ALL = [(True,) * count for count in range(8)]
 class Service(Layer):
     """The engine of one agent."""
 
+    recording: "Service | None" = None  # its other class, for passes beyond the first order (`higher/service.py`)
+
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.registry: Registry = registry_of(agent)
         self.here = agent.member.worker_id
-        self._pass_ids = count_from(self.here, self.registry.first_number)
+        self._pass_ids = ids_of(peer_of(agent.member))
         self._lock = threading.Lock()
         self._passes: dict[ContextId, Pass] = {}  # the latest of each context
 
@@ -72,9 +76,15 @@ class Service(Layer):
 
     def open(self, context: Context, retain_graph: bool, timeout: float) -> RootPass:
         """A new pass whose root is here."""
-        pass_ = RootPass(self, context, PassId(next(self._pass_ids)), retain_graph, timeout)
+        pass_ = (RootPassOnLane if order.active else RootPass)(
+            self, context, PassId(next(self._pass_ids)), retain_graph, timeout
+        )
         self._enter(context, pass_)
         return pass_
+
+    def open_recording(self, context: Context, timeout: float) -> RootPass:
+        """A new pass whose root is here and whose gradients have a graph; of the layer that knows such passes."""
+        raise NotImplementedError
 
     def join(
         self, context: Context, pass_id: PassId, root: WorkerId, retain_graph: bool, known: Iterable[WorkerId]
@@ -83,7 +93,7 @@ class Service(Layer):
         latest = self._passes.get(context.context_id)
         if latest is not None and latest.pass_id == pass_id:
             return latest, False
-        pass_ = Pass(self, context, pass_id, root, retain_graph, known)
+        pass_ = (PassOnLane if order.active else Pass)(self, context, pass_id, root, retain_graph, known)
         entered = self._enter(context, pass_)
         return entered, entered is pass_
 
@@ -260,6 +270,8 @@ class Service(Layer):
             self.agent.fail(request, ended.error)
             return
         carried, packed = _carried(ended)
+        if order.active and getattr(ended, "lane", None) is not order.current_lane():
+            order.adopt(packed.tensors)  # the pass had ended before this was asked for, on other streams
         participants = ended.context.participants | ended.known
         self.agent.reply(request, PassDone(tuple(participants), carried), packed)
 

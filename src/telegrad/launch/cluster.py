@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import selectors
+import shutil
 import socket
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from telegrad.errors import AlreadyInitialized, RendezvousError
 from telegrad.launch.processes import Supervised, describe_status, end, say
 from telegrad.launch.worker import BOOT, READY, Orders, send_orders
 from telegrad.rpc import seeds
-from telegrad.rpc.current import current_agent
+from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.threads.cores import variables_for
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
@@ -38,10 +39,17 @@ class Cluster:
 
     After `start_restarting`, a worker that ends otherwise than by a shutdown is started again by the thread that saw
     it end; the lock guards the table of processes against that thread.
+
+    Example:
+        >>> with telegrad.local_cluster(workers=3) as cluster:
+        ...     cluster.others
+        ('worker1', 'worker2')
     """
 
     def __init__(self, names: Sequence[str], show_output: bool, env: Mapping[str, str]) -> None:
         self.names = tuple(names)
+        self.dashboard = ""  # the address of its live page, if it has one
+        self._owner = os.getpid()
         self._processes: dict[str, Supervised] = {}
         self._lines: dict[str, socket.socket] = {}
         self._show_output = show_output
@@ -52,6 +60,11 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"<Cluster of {', '.join(self.names)}>"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it, and not its parent."""
+        return os.getpid() == self._owner
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -172,13 +185,26 @@ class Cluster:
             process.wait(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
-        """End the processes, whatever they do. Returns when they are gone and their output has been shown."""
+        """End the processes, whatever they do. Returns when they are gone and their output has been shown. A forked
+        child of the process that made them leaves them alone."""
+        if not self.is_ours:
+            return
         self.stop_restarting()
         for process in self._processes.values():
             process.dismissed = True
         for line in self._lines.values():
             line.close()
         end(self._processes.values())
+
+
+@contextlib.contextmanager
+def _page(cluster: Cluster) -> Iterator[None]:
+    from telegrad.observe.live.page import serving  # noqa: PLC0415 - with packages that only this needs
+
+    with serving(require_agent()) as page:
+        cluster.dashboard = page.url
+        print(f"the dashboard is at {page.url}", flush=True)
+        yield
 
 
 @contextlib.contextmanager
@@ -192,6 +218,7 @@ def local_cluster(
     show_output: bool = True,
     restart: bool = False,
     seed: int | None = None,
+    dashboard: bool = False,
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
 ) -> Iterator[Cluster]:
     """Make this process `worker0` of a job with `workers - 1` fresh processes beside it, for the length of a block.
@@ -211,7 +238,13 @@ def local_cluster(
         restart: whether a worker that is killed or crashes is started again, under its name. What it held is lost
             unless it was durable (see `telegrad.durable`).
         seed: makes the random numbers of all workers repeatable, this process included; each gets its own, by its rank.
+        dashboard: whether to serve a live page of the job; its address is printed, and is `cluster.dashboard`.
         shutdown_timeout: seconds that calls under way at the end of the block may still take, before ShutdownError.
+
+    Example:
+        >>> with telegrad.local_cluster(workers=2):
+        ...     rpc.rpc_sync("worker1", pow, (2, 3))
+        8
     """
     names = tuple(f"worker{rank}" for rank in range(workers)) if names is None else tuple(names)
     if not names or len(set(names)) != len(names):
@@ -224,22 +257,25 @@ def local_cluster(
         environment[seeds.VARIABLE] = str(seed)
         seeds.seed_all(seed, rank=0)
     environment["TELEGRAD_BOOT_PATH"] = json.dumps([p or os.getcwd() for p in sys.path])
-    with tempfile.TemporaryDirectory(prefix="telegrad-") as directory:
-        options = rpc.RpcBackendOptions() if options is None else copy.copy(options)
-        options.init_method = Path(directory, "meeting").as_uri()
-        options.secret = secrets.token_hex(32)
-        cluster = Cluster(names, show_output, environment)
-        try:
-            cluster.start(options)
-            rpc.init_rpc(names[0], rank=0, world_size=len(names), rpc_backend_options=options)
-            if restart:
-                cluster.start_restarting()
+    directory = tempfile.mkdtemp(prefix="telegrad-")
+    options = rpc.RpcBackendOptions() if options is None else copy.copy(options)
+    options.init_method = Path(directory, "meeting").as_uri()
+    options.secret = secrets.token_hex(32)
+    cluster = Cluster(names, show_output, environment)
+    try:
+        cluster.start(options)
+        rpc.init_rpc(names[0], rank=0, world_size=len(names), rpc_backend_options=options)
+        if restart:
+            cluster.start_restarting()
+        with _page(cluster) if dashboard else contextlib.nullcontext():
             yield cluster
-            cluster.stop_restarting()
-            if current_agent() is not None:  # the block may have called rpc.shutdown() itself
-                rpc.shutdown(timeout=shutdown_timeout)
-            cluster.wait_for_end(shutdown_timeout)
-        finally:
+        cluster.stop_restarting()
+        if current_agent() is not None:  # the block may have called rpc.shutdown() itself
+            rpc.shutdown(timeout=shutdown_timeout)
+        cluster.wait_for_end(shutdown_timeout)
+    finally:
+        if cluster.is_ours:  # and not in a child that was forked in the block
             if current_agent() is not None:
                 rpc.shutdown(graceful=False)
             cluster.end()
+            shutil.rmtree(directory, ignore_errors=True)

@@ -15,6 +15,7 @@ import torch
 from telegrad.rpc.client.link import Dialled, Link, Unanswered
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.client.replies import reply_frame, reply_tensors
+from telegrad.rpc.devices import Placement
 from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import OnReply
 from telegrad.rpc.options import RpcBackendOptions
@@ -64,6 +65,7 @@ class Agent:
         self.directory.update([member])
         self.store_recovery: Closable | None = None  # of the job that this worker is in
         self.runtime = runtime = Runtime(self.info, options)
+        runtime.placement = Placement(options, member)
         self.io_threads, self.timer, self.layers = runtime.io_threads, runtime.timer, runtime.layers
         self.install, self.layer, self.find_layer = self.layers.install, self.layers.layer, self.layers.find
         self.world_size: int | None = None

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from telegrad import trace
+from telegrad.cuda import order
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.threads.yield_turn import blocking
 
@@ -25,7 +26,13 @@ S = TypeVar("S")
 
 
 class Future(torch.futures.Future[T]):
-    """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`."""
+    """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", pow, (2, 3))
+        >>> future.then(lambda done: done.wait() + 1).wait()
+        9
+    """
 
     # Where the reply will come; dropped at completion. No closure: each object that a call in flight leaves behind is
     # one more for the garbage collector to walk.
@@ -33,6 +40,7 @@ class Future(torch.futures.Future[T]):
     has_callbacks = False
     settling = False  # whether a thread that must not run callbacks is about to complete it
     _failure: "_Failure | None" = None
+    made: "order.Mark | None" = None  # with CUDA tensors: the streams its value was made on
 
     def __init__(self, *, devices: list[Any] | None = None, what: str = "a call") -> None:
         torch._C.Future.__init__(self, [torch.device(d) for d in devices] if devices else [])
@@ -54,8 +62,36 @@ class Future(torch.futures.Future[T]):
                     awaited.wait()
             if not self.done():
                 with blocking():
-                    return cast(T, torch._C.Future.wait(self))
+                    torch._C.Future.wait(self)
+        if self.made is not None:
+            order.follow(self.made)
         return cast(T, torch._C.Future.wait(self))
+
+    def cancel(self) -> bool:
+        """Wait for the call no longer: the future fails with CallCancelled, and the worker is told.
+
+        There, a call that has not begun never begins, a coroutine is cancelled, and a function that runs can ask
+        `rpc.cancelled()`. Returns False, and does nothing, if the call is done, or the future is not that of a call.
+
+        Example:
+            >>> future = rpc.rpc_async("worker1", time.sleep, (0.1,))
+            >>> future.cancel()
+            True
+        """
+        awaited = self.awaited
+        return awaited is not None and bool(awaited.link.cancel(awaited))
+
+    def value(self) -> T:
+        """The value of a future that is done; raises what the call raised."""
+        if self.made is not None:
+            order.follow(self.made)
+        return cast(T, torch._C.Future.value(self))
+
+    def set_result(self, result: T) -> None:
+        """Complete with a value. CUDA tensors in it are those of this thread's current streams."""
+        if order.active:
+            self.made = order.mark(result)
+        torch._C.Future.set_result(self, result)
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> "Future[S]":
         """A future of what `callback` returns once this one is done."""
@@ -121,7 +157,11 @@ class Future(torch.futures.Future[T]):
                 loop.call_soon_threadsafe(wake)
 
         self._add_callback(finished)
-        yield from done.__await__()
+        try:
+            yield from done.__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
         return self.value()
 
     def __del__(self) -> None:

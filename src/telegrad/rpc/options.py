@@ -52,9 +52,19 @@ class RpcBackendOptions:
         connect_timeout: seconds that connecting to one worker may take.
         heartbeat: seconds of silence after which a worker that owes an answer is asked whether it lives; if it stays
             silent three times as long, it counts as dead.
+        cuda_memory_share: the share of each GPU's memory that blocks for messages between workers on one host may take;
+            beyond it messages go through host memory. Idle blocks are given back. 0 for none.
         max_message_bytes: a larger message is refused before memory is taken for it; others are told, and do not send
             it. Tensors in shared memory do not count: they are in the sender's.
+
+    Example:
+        >>> rpc.RpcBackendOptions(rpc_timeout=10, init_method="tcp://127.0.0.1:29500").rpc_timeout
+        10.0
     """
+
+    # Whether a CUDA tensor goes to the same GPU on another worker where no device map says otherwise. torch's options,
+    # under its name for them, refuse that.
+    same_gpu_without_map = True
 
     def __init__(
         self,
@@ -78,6 +88,7 @@ class RpcBackendOptions:
         connect_timeout: float = 10.0,
         heartbeat: float = 1.0,
         max_message_bytes: int = 64 * 2**30,
+        cuda_memory_share: float = 0.1,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
@@ -96,6 +107,8 @@ class RpcBackendOptions:
             raise TypeError(f"tls must be a Tls(cert, key, ca), True, False or None, got {tls!r}")
         if max_message_bytes < LEAST_MESSAGE_BYTES:
             raise ValueError(f"max_message_bytes must be at least {LEAST_MESSAGE_BYTES}, got {max_message_bytes}")
+        if not 0 <= cuda_memory_share <= 1:
+            raise ValueError(f"cuda_memory_share must be within 0..1, got {cuda_memory_share}")
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
         self.num_worker_threads = num_worker_threads
@@ -117,6 +130,7 @@ class RpcBackendOptions:
         self.connect_timeout = float(connect_timeout)
         self.heartbeat = float(heartbeat)
         self.max_message_bytes = max_message_bytes
+        self.cuda_memory_share = float(cuda_memory_share)
         # Names of torch's transports and channels: accepted so that programs run, without effect here.
         self._transports = _transports
         self._channels = _channels
@@ -134,7 +148,7 @@ class RpcBackendOptions:
         """Tensors on a key of `device_map` arrive at worker `to` on its value; may be called again to add more."""
         merged = dict(self.device_maps.get(to, {}))
         for key, value in device_map.items():
-            source, target = torch.device(key), torch.device(value)
+            source, target = _as_device(key), _as_device(value)
             if merged.get(source, target) != target:
                 raise ValueError(
                     f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target} and "
@@ -153,8 +167,13 @@ class RpcBackendOptions:
         self.devices = [_cuda_device(d) for d in devices]
 
 
+def _as_device(device: DeviceLike) -> torch.device:
+    """A number is that of a CUDA device, also where there is none: that is found out when all devices are known."""
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
 def _cuda_device(device: DeviceLike) -> torch.device:
-    result = torch.device(device)
+    result = _as_device(device)
     if result.type != "cuda":
         raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {result.type}.")
     return result

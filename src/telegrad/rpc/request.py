@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad.rpc.devices import place
-from telegrad.rpc.options import RpcBackendOptions
+from telegrad.cuda import order
+from telegrad.rpc.devices import Placement
 from telegrad.rpc.remote_errors import describe_exception, describe_in_short
 from telegrad.rpc.workers import Member, WorkerInfo
 from telegrad.wire.codec import Packed
@@ -31,11 +31,19 @@ class AnswersTo(Protocol):
     member: Member  # who asks
     main_by_value: bool  # whether functions of `__main__` must be sent whole to it
     info: WorkerInfo  # of this worker
-    options: RpcBackendOptions
     functions: Any  # numbers that stand for functions in this session
     requests: Any  # what became of the caller's requests
     plain: bool  # whether values travel as plain data alone, since the caller is not trusted
     audit: Any  # what keeps a record of what leaves; None for none
+
+    cancellations: Any  # of the caller's requests; None if there are none
+
+    def cancelling(self) -> Any:
+        """What was cancelled of the caller's requests."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where tensors go on other workers."""
 
     def serve(self, request: "Request") -> None:
         """Give a request to the handler of its message."""
@@ -47,18 +55,17 @@ class AnswersTo(Protocol):
 class Request:
     """One request being served. Handlers read it, and reply once, from any thread, now or later."""
 
-    __slots__ = ("_came", "frame", "message", "on_reply", "on_tensors", "scope", "session")
+    # Defaults of the class, for most requests set none of these. By layers above that wrap calls: what to do with the
+    # tensors that came, and with the reply going out; and what makes the context in which a user's function runs.
+    on_tensors: Any = None
+    on_reply: Any = None
+    scope: Any = None
+    _came: frozenset[int] = frozenset()  # the storages of large tensors that came with it
 
     def __init__(self, session: AnswersTo, frame: Frame) -> None:
         self.session = session
         self.frame = frame
         self.message: AnyMessage = frame.message
-        self._came: frozenset[int] = frozenset()  # the storages of large tensors that came with it
-        # Set by layers above that wrap calls: what to do with the tensors that came, and with the reply going out.
-        self.on_tensors: Any = None
-        self.on_reply: Any = None
-        # Makes the context in which a user's function runs.
-        self.scope: Any = None
 
     def __repr__(self) -> str:
         return f"<Request {self.frame.request_id} of {self.session.member.name!r}: {type(self.message).__name__}>"
@@ -82,13 +89,15 @@ class Request:
         frame, session = self.frame, self.session
         if frame.kind == Kind.NOTICE:
             return
+        if order.active:
+            order.answering()
         specs: Any = ()
         memory: Any = ()
         try:
             if packed.tensors:
                 specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
-                if type(memory) is not bytes:
-                    specs = place(session.options, session.info.name, session.member, specs)
+                if order.active or session.member.device_maps:
+                    specs, memory = session.placement.place(session.member, packed.tensors, specs, memory, reply=True)
             # Once nothing can be refused any more: what a layer notes about a reply must be about one that leaves.
             if self.on_reply is not None:
                 message = self.on_reply(message, packed.tensors)
@@ -112,6 +121,8 @@ class Request:
             return
         if session.audit is not None:
             session.audit.failed(self, error)
+        if order.active:
+            order.answering()
         session.reply(Kind.FAILURE, self.frame.request_id, *self.describe(error))
 
     def describe(self, error: BaseException) -> tuple[Any, ...]:

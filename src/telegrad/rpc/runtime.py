@@ -3,6 +3,7 @@
 A link or a session knows this and the events it has to tell of, and nothing of the agent above it.
 """
 
+from telegrad.rpc.devices import Placement
 from telegrad.rpc.layer import Layers
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.threads.delayed_flush import DelayedFlush
@@ -14,6 +15,8 @@ from telegrad.transport.copying import Helpers
 
 class Runtime:
     """The machinery of one agent. It is started before anything is sent, and closed last."""
+
+    placement: Placement  # where its tensors go on other workers; the agent, which knows its own record, sets it
 
     def __init__(self, info: WorkerInfo, options: RpcBackendOptions) -> None:
         name = f"telegrad-{info.name}"

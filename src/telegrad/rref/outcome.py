@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from telegrad.cuda import order
 from telegrad.rpc.remote_errors import rebuild_exception
+from telegrad.rpc.threads.interrupts import interruptible
 from telegrad.rpc.threads.yield_turn import blocking
 
 MakeError = Callable[[], BaseException]
@@ -17,11 +19,12 @@ MakeError = Callable[[], BaseException]
 class Outcome:
     """A value, an error, or neither yet. Whoever sets it must be the only one, or not care to be second."""
 
-    __slots__ = ("_told", "done", "failure", "value")
+    __slots__ = ("_told", "done", "failure", "made", "value")
 
     def __init__(self) -> None:
         self.done = False
         self.value: Any = None
+        self.made: order.Mark | None = None  # with CUDA tensors: the streams the value was made on
         # Makes the error anew for each place that raises it: a raised exception holds on to the frames it went through.
         self.failure: MakeError | None = None
         self._told: deque[Callable[[], None]] = deque()
@@ -33,6 +36,8 @@ class Outcome:
     def set(self, value: Any) -> None:
         """The value is there."""
         if not self.done:
+            if order.active:
+                self.made = order.mark(value)
             self.value = value
             self._finish()
 
@@ -68,14 +73,21 @@ class Outcome:
             ended.acquire()
             self.when_done(ended.release)
             with blocking():
-                return ended.acquire(timeout=-1 if seconds is None else seconds)
+                return _acquire(ended, -1.0 if seconds is None else seconds)
         return True
 
     def get(self) -> Any:
         """The value of a finished one; raises its error if it failed."""
         if self.failure is not None:
             raise self.failure()
+        if self.made is not None:
+            order.follow(self.made)
         return self.value
+
+
+@interruptible
+def _acquire(lock: threading.Lock, seconds: float) -> bool:
+    return lock.acquire(timeout=seconds)
 
 
 class RemoteFailure:

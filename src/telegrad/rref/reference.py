@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar, TypeVarTuple, Unpack, cast, overload
 import torch
 
 from telegrad.errors import RRefError
+from telegrad.ids import short_id
 from telegrad.rpc.calls import Args, Kwargs, Worker, check_call
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
@@ -14,7 +15,6 @@ from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
 from telegrad.rref.handles import Handle, OwnerHandle, create, hold
-from telegrad.rref.peers import short_id
 from telegrad.rref.references import references_of
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ NO_CONTEXT = -1
 class BackwardRunner(Layer):
     """What `RRef.backward` asks of the layer that runs passes; it derives from this."""
 
-    def backward_from(self, rref: "RRef[Any]", context_id: int, retain_graph: bool) -> None:
+    def backward_from(self, rref: "RRef[Any]", context_id: int, retain_graph: bool, create_graph: bool) -> None:
         """Run a pass whose root is the value of `rref`."""
         raise NotImplementedError
 
@@ -36,6 +36,11 @@ class RRef(Generic[T]):
 
     `RRef(value)` makes this worker the owner; `remote` makes another one the owner of what a function returns there. A
     reference can be sent to any worker, in arguments and results. The value is kept while anyone has a reference to it.
+
+    Example:
+        >>> words = rpc.remote("worker1", list, ("abc",))
+        >>> words.rpc_sync().index("c"), words.to_here(), words.owner_name()
+        (2, ['a', 'b', 'c'], 'worker1')
     """
 
     _handle: Handle
@@ -139,19 +144,21 @@ class RRef(Generic[T]):
 
     # --- gradients ---
 
-    def backward(self, dist_autograd_ctx_id: int = NO_CONTEXT, retain_graph: bool = False) -> None:
+    def backward(
+        self, dist_autograd_ctx_id: int = NO_CONTEXT, retain_graph: bool = False, *, create_graph: bool = False
+    ) -> None:
         """Run the backward pass with this reference as its root: of a context, or on its owner without one, locally."""
         if dist_autograd_ctx_id == NO_CONTEXT:
             if not self.is_owner():
                 raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-            self._root().backward(retain_graph=retain_graph)
+            self._root().backward(retain_graph=retain_graph or None, create_graph=create_graph)
             return
         runner = self._handle.references.agent.find_layer(BackwardRunner)
         if runner is None:
             raise RRefError("a backward pass over workers needs telegrad.engine, which is not installed on this agent")
         if self.is_owner():
             self._root()
-        runner.backward_from(self, dist_autograd_ctx_id, retain_graph)
+        runner.backward_from(self, dist_autograd_ctx_id, retain_graph, create_graph)
 
     def _root(self) -> Any:
         """The value, if a backward pass can start at it."""
@@ -230,6 +237,11 @@ def remote(
         timeout: seconds that the function may take; when they have passed, the reference is of no use here.
 
     What `func` raises is raised by `to_here`, on whichever worker.
+
+    Example:
+        >>> words = rpc.remote("worker1", list, ("abc",))
+        >>> words.to_here()
+        ['a', 'b', 'c']
     """
     check_call(func, args, kwargs)
     agent = require_agent()

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from telegrad.errors import ProtocolError
@@ -61,7 +61,12 @@ class Mapping:
             raise OSError(error, f"mapping {size} bytes: {os.strerror(error)}")
         self.address: int = address
         self.size = size
+        self.seen_at = 0  # where the GPU sees it, if it is pinned
         weakref.finalize(self, _libc.munmap, address, size).atexit = False
+
+    def before_unmapping(self, act: Callable[[int], None]) -> None:
+        """Call `act` with the address when nobody refers to this any more. Finalizers run latest first."""
+        weakref.finalize(self, act, self.address).atexit = False
 
 
 class Block:
@@ -77,6 +82,11 @@ class Block:
         self.idle_since = 0.0
         self.address = self._mapping.address
         self._array_type = ctypes.c_char * size
+
+    @property
+    def mapping(self) -> Mapping:
+        """The memory itself, which lives as long as something refers to it."""
+        return self._mapping
 
     def alias(self) -> Any:
         """A new ctypes array over the whole block; what is built on it keeps it, and it keeps the mapping."""
@@ -307,6 +317,10 @@ class Borrower:
         if block is None or number not in self._in_use or address + nbytes > begin + block.size:
             return None
         return number, address - begin
+
+    def mapping_of(self, number: int) -> Mapping:
+        """The memory of a block, for as long as somebody refers to it."""
+        return self._blocks[number].mapping
 
     def size_of(self, number: int) -> int:
         """How many bytes a block has."""

@@ -1,10 +1,12 @@
 """A connection sends and receives whole messages over one stream, and decides which way tensor bytes go.
 
 Small tensors travel in the frame. Large ones go through a shared block where the stream has a lane for descriptors:
-one copy by the sender, none by the receiver. The notices that keep the blocks in order are the connection's own
-business; nobody above sees them.
+one copy by the sender, none by the receiver. CUDA tensors stay on the GPU where both sides can reach it
+(`device_channel.py`). The notices that keep the blocks in order are the connection's own business; nobody above sees
+them.
 """
 
+import ctypes
 import functools
 import logging
 import os
@@ -14,10 +16,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from telegrad.cuda import host, order
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks import Borrower, Heap, Lender
 from telegrad.transport.copying import Copier
-from telegrad.transport.stream import Stream
+from telegrad.transport.device_channel import DEVICE_NOTICES, DeviceChannel, is_of_device
+from telegrad.transport.device_flags import Page
+from telegrad.transport.stream import Stream, is_running
 from telegrad.wire.frames import (
     INLINE,
     Frame,
@@ -30,6 +35,7 @@ from telegrad.wire.frames import (
     returned,
 )
 from telegrad.wire.messages import AnyMessage, ReleaseBlocks, RetireBlocks
+from telegrad.wire.segments import HOST
 from telegrad.wire.tensors import Segment, TensorSpec, segment_bytes, segment_view
 
 log = logging.getLogger("telegrad.transport")
@@ -42,6 +48,9 @@ _HOLD_UP_TO = 64  # small frames that may wait for one write
 _PADDING = bytes(64)
 _SMALL_ALIGNMENT = 16
 _SMALL_PART = 4  # a block is given back if a fourth of it or more is in use
+
+_ELSEWHERE = bytearray()  # ends the buffers of a message some of whose memory is not among them
+_first_use = threading.Lock()  # of device memory, by any connection
 
 heap = Heap()
 
@@ -68,6 +77,7 @@ class Connection:
         self._lender = Lender() if stream.lane is not None else None
         self._sharing = True  # until there turns out to be no shared memory
         self._borrower = Borrower()
+        self.devices: DeviceChannel | None = None  # once a CUDA tensor comes by
         self.copier = Copier()
         self._outbox: deque[bytes] = deque()
         self.after_hold: Callable[[], None] = _nothing  # called when what was held back has been written in time
@@ -108,7 +118,8 @@ class Connection:
             self_contained = True
         else:
             buffers = self._with_segments(kind, request_id, ack, message, payload, tensors, memory)
-            self_contained = buffers[-1] is not payload  # else the tensors are in a block of this connection
+            # Else tensors are in a block of this connection.
+            self_contained = buffers[-1] is not payload and buffers[-1] is not _ELSEWHERE
         if sum(map(len, buffers)) > _JOIN_UP_TO:
             self._check_size(buffers)
             self._write(buffers, deadline)
@@ -145,11 +156,15 @@ class Connection:
         if self._lender is None:
             return False
         self._lender.trim(before)
+        if self.devices is not None:
+            self.devices.lender.trim(before)
         if self._has_notices():
             try:
                 self.send_encoded(b"", time.monotonic())
             except (OSError, ValueError):
                 log.debug("a peer hears of idle blocks with the next message")
+        if self.devices is not None and (self.devices.lender.has_blocks or self.devices.borrower.mapped):
+            return True
         return self._lender.has_blocks or self._borrower.mapped > 0
 
     def _write(self, buffers: list[Any], deadline: float | None) -> None:
@@ -164,13 +179,31 @@ class Connection:
                 held = [*self._drain_outbox(), *notices]
                 small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
                 buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
-            self.stream.send(buffers, deadline, self.on_blocked)
+            if order.active and any(type(buffer) is host.DeviceBytes for buffer in buffers):
+                self._write_chunks(buffers, deadline)
+            else:
+                self.stream.send(buffers, deadline, self.on_blocked)
         except TimeoutError:
             if not self.stream.broken:
                 self._outbox.extendleft(reversed(held))  # nothing was written: they wait for the next write
             raise
         finally:
             self._write_lock.release()
+
+    def _write_chunks(self, buffers: list[Any], deadline: float | None) -> None:
+        """Write buffers some of which are on the GPU and come from there in chunks."""
+        begun = False
+        try:
+            for buffer in buffers:
+                for part in buffer.chunks() if type(buffer) is host.DeviceBytes else (buffer,):
+                    if len(part):
+                        self.stream.send([part], deadline, self.on_blocked)
+                        begun = True
+        except TimeoutError:
+            if begun and not self.stream.broken:  # between two of them: nothing can follow what was written
+                self.stream.broken = True
+                self.stream.close()
+            raise
 
     def _wait_to_write(self, deadline: float | None) -> None:
         if deadline is None:
@@ -179,7 +212,11 @@ class Connection:
             raise TimeoutError("another message is still being written to the peer, which does not take it in")
 
     def _has_notices(self) -> bool:
-        return bool(self._borrower.untold or (self._lender is not None and self._lender.untold))
+        return bool(
+            self._borrower.untold
+            or (self._lender is not None and self._lender.untold)
+            or (self.devices is not None and self.devices.has_news)
+        )
 
     def _drain_outbox(self) -> list[bytes]:
         held = []
@@ -193,6 +230,8 @@ class Connection:
             notices.append(encode_prefix(Kind.NOTICE, 0, 0, ReleaseBlocks(released)))
         if self._lender is not None and (retired := self._lender.retired()):
             notices.append(encode_prefix(Kind.NOTICE, 0, 0, RetireBlocks(retired)))
+        if self.devices is not None and self.devices.has_news:
+            notices += [encode_prefix(Kind.NOTICE, 0, 0, message) for message in self.devices.news()]
         return notices
 
     def _with_segments(
@@ -205,6 +244,8 @@ class Connection:
         tensors: Sequence[TensorSpec],
         segments: Sequence[Segment],
     ) -> list[Any]:
+        if order.active and any(s.device != HOST for s in segments):
+            return self._with_device_segments(kind, request_id, ack, message, payload, tensors, segments)
         total = sum(s.nbytes for s in segments)
         if total >= SHARE_FROM and self._sharing and self._lender is not None and self._lender.lent_bytes < LEND_LIMIT:
             table = self._fill_block(segments)
@@ -222,6 +263,65 @@ class Connection:
             data.append(segment_bytes(segment) if small else segment_view(segment))
             offset = start + segment.nbytes
         return [encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), offset), payload, *data]
+
+    def _with_device_segments(
+        self,
+        kind: Kind,
+        request_id: int,
+        ack: int,
+        message: AnyMessage,
+        payload: bytes,
+        tensors: Sequence[TensorSpec],
+        segments: Sequence[Segment],
+    ) -> list[Any]:
+        """The same for a message some of whose memory is on the GPU. What cannot stay there goes through the host."""
+        placed: list[SegmentSpec | None] = [None] * len(segments)
+        if self._lender is not None:
+            placed = self._device_channel().lend(tensors, segments)
+        rest = [segment for segment, at in zip(segments, placed, strict=True) if at is None]
+        data: list[Any] = []
+        if rest:
+            shared = self._fill_block(rest) if self._sharing and self._lender is not None else None
+            found, data, length = (shared, [], 0) if shared is not None else _inline(rest)
+            left = iter(found)
+            placed = [next(left) if at is None else at for at in placed]
+        else:
+            length = 0
+        table = [at for at in placed if at is not None]
+        prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length)
+        return [prefix, payload, *data, _ELSEWHERE] if data and len(rest) < len(segments) else [prefix, payload, *data]
+
+    def _device_channel(self) -> DeviceChannel:
+        if self.devices is None:
+            with _first_use:
+                if self.devices is None:
+                    self.devices = DeviceChannel(self._tell, self._lend_page, self._find_page, self._peer_is_gone)
+        return self.devices
+
+    def _lend_page(self) -> Page:
+        """Host memory that the peer sees, too, for as long as the connection lasts."""
+        assert self._lender is not None and self.stream.lane is not None
+        block = self._lender.take(1)
+        if block.fd >= 0:
+            self.stream.lane.announce(block.number, block.size, block.fd)
+            block.close()
+        ctypes.memset(block.address, 0, block.size)
+        return Page(block.number, block.mapping)
+
+    def _find_page(self, number: int) -> Page:
+        """The same of the peer's; in the thread that reads."""
+        lane = self.stream.lane
+        assert lane is not None
+        while number not in self._borrower:
+            self._borrower.map(*self._announced_by(lane))
+        return Page(number, self._borrower.mapping_of(number))
+
+    def _peer_is_gone(self) -> bool:
+        return self.closed and not is_running(self.stream.peer_pid)
+
+    def _tell(self, message: AnyMessage) -> None:
+        """Have a notice written before anything that is sent from now on."""
+        self._outbox.append(encode_prefix(Kind.NOTICE, 0, 0, message))
 
     def _fill_block(self, segments: Sequence[Segment]) -> list[SegmentSpec] | None:
         """Copy the segments into one shared block, but for what is given back; None if there is no shared memory."""
@@ -244,7 +344,11 @@ class Connection:
             if at is not None:
                 table.append(at)
                 continue
-            self.copier.copy(block.address + offset, segment.address, segment.nbytes)
+            if segment.device != HOST:
+                host.pin_large(block.mapping)
+                host.to_host(block.address + offset, segment.address, segment.nbytes, segment.device)
+            else:
+                self.copier.copy(block.address + offset, segment.address, segment.nbytes)
             table.append(SegmentSpec(segment.nbytes, block.number, offset))
             offset += align(segment.nbytes)
         return table
@@ -288,6 +392,10 @@ class Connection:
             elif frame.kind == Kind.NOTICE and self._own_notice(frame.message):
                 continue
             kept.append(frame)
+        if order.active:
+            arrived = order.now()
+            for frame in kept:
+                frame.arrived = arrived
         return kept
 
     def _own_notice(self, message: AnyMessage) -> bool:
@@ -298,11 +406,16 @@ class Connection:
         if type(message) is RetireBlocks:
             self._borrower.retire(message.blocks)
             return True
+        if type(message) in DEVICE_NOTICES:
+            if self._lender is None:
+                raise ProtocolError("the peer speaks of device memory on a connection that has none")
+            self._device_channel().heard(message)
+            return True
         return False
 
     def _find_segments(self, frame: Frame) -> None:
-        borrowed: dict[int, memoryview] = {}
-        buffers: list[memoryview] = []
+        borrowed: dict[int, Any] = {}
+        buffers: list[Any] = []
         inline: memoryview | None = None
         for segment in frame.segments:
             if segment.block == INLINE:
@@ -319,11 +432,14 @@ class Connection:
             buffers.append(memory[segment.offset : end])
         frame.buffers = buffers
 
-    def _memory_of(self, block: int, known: dict[int, memoryview]) -> memoryview:
+    def _memory_of(self, block: int, known: dict[int, Any]) -> Any:
         """The memory of a block that a message names: of the peer's, or one of ours that it gives back."""
         lane = self.stream.lane
         if lane is None or self._lender is None:
             raise ProtocolError("the peer used shared memory on a connection that has none")
+        if is_of_device(block):
+            known[block] = loan = self._device_channel().borrower.borrow(block)
+            return loan
         if block < INLINE:
             alias = self._lender.regain(returned(block))
         else:
@@ -344,3 +460,26 @@ class Connection:
         self.stream.close()
         if self._lender is not None:
             self._lender.close()
+        if self.devices is not None:
+            self.devices.close()
+
+
+def _inline(segments: Sequence[Segment]) -> tuple[list[SegmentSpec], list[Any], int]:
+    """Where segments lie that follow the payload, what to write there, and how many bytes that is.
+
+    Those on the GPU come down while they are written, if they are large."""
+    table, offset = [], 0
+    data: list[Any] = []
+    for segment in segments:
+        start = align(offset)
+        if start > offset:
+            data.append(_PADDING[: start - offset])
+        table.append(SegmentSpec(segment.nbytes, INLINE, start))
+        if segment.device == HOST:
+            data.append(segment_view(segment))
+        elif segment.nbytes > host.CHUNK:
+            data.append(host.DeviceBytes(segment.address, segment.nbytes, segment.device, segment.owner))
+        else:
+            data.append(host.bytes_of(segment.address, segment.nbytes, segment.device))
+        offset = start + segment.nbytes
+    return table, data, offset

@@ -24,6 +24,7 @@ Buffers = Sequence[Any]  # bytes-like objects
 _LANE = struct.Struct("<QQ")  # block number, size
 _TCP_INFO = struct.Struct("<56xI")  # of the kernel's record, up to the milliseconds since the last acknowledgement
 _COUNT = struct.Struct("@i")
+_CREDENTIALS = struct.Struct("@3i")  # process, user, group
 _IOV_MAX = 512
 _SOCKET_BUFFER = 4 * 2**20
 
@@ -36,6 +37,7 @@ class Stream(Protocol):
     broken: bool  # a write was given up halfway: nothing can follow it, and the peer sees the end
     pending: int  # bytes that were read from the socket and not given out, which polling does not show
     last_written: float  # when the peer last made room for more, after it had made a writer wait
+    peer_pid: int  # the process at the other end, where the kernel tells; else 0
 
     def fileno(self) -> int:
         """The descriptor to wait on."""
@@ -75,6 +77,7 @@ class SocketStream:
         self.lane = lane
         self.broken = False
         self.last_written = 0.0
+        self.peer_pid = _peer_pid(sock)
         self._socket = sock
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -171,6 +174,26 @@ class SocketStream:
         self._socket.close()
         if self.lane is not None:
             self.lane.close()
+
+
+def _peer_pid(sock: socket.socket) -> int:
+    if sock.family != socket.AF_UNIX:
+        return 0
+    try:
+        pid: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+    except (AttributeError, OSError):  # not Linux
+        return 0
+    return pid
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this host runs; of 0, which stands for one that is not known, nothing is assumed but the
+    worst."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (OSError, IndexError):
+        return False
 
 
 def _receiver(sock: socket.socket) -> Callable[[memoryview], int]:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from telegrad.cuda import order
+from telegrad.cuda.host import to_device
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.wire.segments import contiguous_strides, element_span, overlapping
 from telegrad.wire.specs import (
@@ -151,7 +153,8 @@ class Assembly:
             return
         if not 0 <= spec.segment < len(self._buffers):
             raise ProtocolError(f"tensor {index} lies in segment {spec.segment} of {len(self._buffers)}")
-        present = memoryview(self._buffers[spec.segment]).nbytes
+        buffer = self._buffers[spec.segment]
+        present = buffer.nbytes if hasattr(buffer, "nbytes") else memoryview(buffer).nbytes
         if spec.offset < 0:
             raise ProtocolError(f"tensor {index}: negative offset {spec.offset}")
         needed = (spec.offset + span) * dtype.itemsize
@@ -230,8 +233,13 @@ class Assembly:
         """One storage for all tensors of a segment, so that they share memory as they did at the sender."""
         storage = self._storages.get((segment, device))
         if storage is None:
-            base = torch.frombuffer(self._buffers[segment], dtype=torch.uint8)
-            storage = base.to(self._device(device)).untyped_storage()
+            buffer, target = self._buffers[segment], self._device(device)
+            if hasattr(buffer, "storage_on"):  # it came in device memory
+                storage = buffer.storage_on(target)
+            elif target.type == "cuda":
+                storage = to_device(buffer, target)
+            else:
+                storage = torch.frombuffer(buffer, dtype=torch.uint8).to(target).untyped_storage()
             self._storages[segment, device] = storage
         return storage
 
@@ -252,5 +260,7 @@ class Assembly:
                     f"a tensor of the sender's {name} goes to {device}, which the receiving worker does not have; "
                     "map the device to another, or send the tensor from the CPU"
                 ) from error
+            if device.type == "cuda":
+                order.use(device.index or 0)
             self._devices[name] = device
         return self._devices[name]

@@ -89,6 +89,7 @@ class Frame(msgspec.Struct, eq=False):
     data: Any
     data_offset: int
     buffers: Sequence[Any] = ()
+    arrived: int = 0  # set by who reads it, where the order of work on a GPU depends on it
 
     def take_tensors(self) -> list[Tensor]:
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""

@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from telegrad.cuda import order
 from telegrad.wire.specs import PACKED_DTYPES
 
 # A range may hold this many times the bytes its tensors cover before copying them out becomes the cheaper way.
@@ -26,16 +27,21 @@ _SMALL_WASTE = 1024
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
+HOST = -1
+
+
 class Segment(msgspec.Struct, frozen=True, gc=False):
     """Memory to be sent: `nbytes` at `address`, valid as long as `owner` is alive.
 
-    `spare` says that nobody here looks at it any more: if it came from where it goes, it need not be copied.
+    `spare` says that nobody here looks at it any more: if it came from where it goes, it need not be copied. `device`
+    is the number of the GPU whose memory it is, or HOST.
     """
 
     address: int
     nbytes: int
     owner: object
     spare: bool = False
+    device: int = HOST
 
 
 def segment_view(segment: Segment) -> memoryview:
@@ -181,6 +187,10 @@ def _shared(extents: Sequence[_Extent]) -> tuple[Segment, list[Placement]]:
     storage = first.untyped_storage()
     if first.is_cpu:
         return Segment(storage.data_ptr() + low, high - low, storage), placements
+    if first.is_cuda:
+        device = first.get_device()
+        order.use(device)
+        return Segment(storage.data_ptr() + low, high - low, storage, False, device), placements
     on_device = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, low, (high - low,), (1,))
     on_host = on_device.cpu()
     return Segment(on_host.data_ptr(), on_host.nbytes, on_host), placements

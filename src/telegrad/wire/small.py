@@ -46,13 +46,12 @@ def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] 
     left = MOST_BYTES
     try:
         for tensor in tensors:
-            cls = type(tensor)
-            if (cls is not Tensor and cls is not Parameter) or not is_plain(tensor):
+            if not is_plain(tensor):
                 return None
             nbytes = tensor.nbytes
             left -= nbytes
             address = tensor.data_ptr()
-            spec = _spec(tensor.dtype, tensor.shape, tensor.requires_grad, cls is Parameter)
+            spec = _spec(tensor.dtype, tensor.shape, tensor.requires_grad, type(tensor) is Parameter)
             if left < 0 or not address or not nbytes or spec is None:
                 return None
             specs.append(spec)

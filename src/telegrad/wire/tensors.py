@@ -6,7 +6,6 @@ checks every number in them before it touches the memory; the tensors it returns
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.errors import SerializationError
-from telegrad.wire.assembly import Assembly, checked_size, dtype_of, finish
+from telegrad.wire.assembly import Assembly, finish
+from telegrad.wire.on_device import describe_on_device, rebuild_on_device, simple_form
 from telegrad.wire.segments import Segment, contiguous_strides, cover_storage, segment_bytes, segment_view
 from telegrad.wire.small import PLAIN_CODES, describe_small, is_plain
 from telegrad.wire.specs import (
@@ -24,7 +24,6 @@ from telegrad.wire.specs import (
     DTYPE_CODES,
     KINDS_WITH_MEMORY,
     NO_SEGMENT,
-    QUANTIZED_DTYPES,
     Flag,
     Kind,
     TensorSpec,
@@ -46,8 +45,8 @@ def disassemble(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segme
 def describe(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]]:
     """Split tensors into specs and the memory to send. The first specs are the tensors', in order; parts follow.
 
-    Memory on other devices is copied to the host; host memory is sent from where it lies, so it must not change before
-    the transport has taken it.
+    Memory is sent from where it lies, on the host or on a CUDA device, so it must not change before the transport has
+    taken it. Memory on devices of other kinds is copied to the host.
     """
     specs: list[TensorSpec] = []
     segments: list[Segment] = []
@@ -71,7 +70,7 @@ def describe(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]
             return specs, segments
     except RuntimeError:
         pass  # torch refused to show this tensor's memory; below it is told apart why
-    return _describe_any(tensors)
+    return (describe_on_device(tensors) if tensors[0].is_cuda else None) or _describe_any(tensors)
 
 
 def _describe_any(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]]:
@@ -197,7 +196,7 @@ def rebuild(
         ):
             break
         shape = spec.shape
-        dtype, nbytes = _simple_form(spec.dtype, shape)
+        dtype, nbytes = simple_form(spec.dtype, shape)
         if not nbytes:
             break
         try:
@@ -211,12 +210,8 @@ def rebuild(
         tensors.append(finish(tensor, spec.flags) if spec.flags else tensor)
     else:
         return tensors
+    if device_for is None and specs and specs[0].device:
+        found = rebuild_on_device(specs, buffers)
+        if found is not None:
+            return found
     return Assembly(specs, buffers, device_for or torch.device).rebuild()
-
-
-@functools.lru_cache(maxsize=4096)
-def _simple_form(code: int, shape: tuple[int, ...]) -> tuple[torch.dtype, int]:
-    """The dtype and byte count of a dense tensor; 0 bytes where the common case does not hold."""
-    dtype = dtype_of(code)
-    nbytes = checked_size(shape, dtype)
-    return dtype, 0 if 0 in shape or dtype in QUANTIZED_DTYPES else nbytes

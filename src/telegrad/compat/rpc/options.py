@@ -12,5 +12,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     Programs written for torch know of no secret, so between hosts they go without one, with a warning."""
 
+    same_gpu_without_map = False
+
     def __init__(self, *, insecure: bool = True, **options: Any) -> None:
         super().__init__(insecure=insecure, **options)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import trace
-from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
+from telegrad.cuda import order
+from telegrad.errors import CallCancelled, ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
-from telegrad.rpc.devices import place
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
@@ -29,7 +29,7 @@ from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Kind
-from telegrad.wire.messages import AnyMessage, Ping
+from telegrad.wire.messages import AnyMessage, CancelCall, Ping
 from telegrad.wire.small import describe_small
 from telegrad.wire.tensors import describe
 
@@ -174,6 +174,8 @@ class Link:
         return connection
 
     def _send_again(self, connection: Connection, deadline: float) -> None:
+        if order.active and self.pending:
+            order.synchronize()  # this thread's streams are not those the tensors were made on
         for number, notice in list(self._notices):
             connection.send(Kind.NOTICE, number, 0, notice, deadline=deadline)
         for slot in self.pending.snapshot():
@@ -203,8 +205,8 @@ class Link:
         memory: Any = ()
         if packed.tensors:
             specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
-            if type(memory) is not bytes:
-                specs = place(self.runtime.options, self.runtime.info.name, self.member, specs)
+            if order.active or self.member.device_maps:
+                specs, memory = self.runtime.placement.place(self.member, packed.tensors, specs, memory)
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
         slot.since = now
@@ -347,13 +349,32 @@ class Link:
         text = f"{self.dead} It was asked: {slot.what()}."
         return WorkerDied(text, worker=self.member.name, incarnation=self.member.incarnation)
 
+    def cancel(self, slot: Slot) -> bool:
+        """The caller no longer wants the reply. False if it has it, or is about to."""
+        if self.pending.give_up(slot.request_id) is None:
+            return False
+        self.left_by_caller(slot)
+        slot.error = CallCancelled(f"{slot.what()} was cancelled")
+        self.replies.settle([slot])
+        return True
+
+    def left_by_caller(self, slot: Slot) -> None:
+        """Nobody waits for this request any more: tell the worker, with the next message or a few ms later."""
+        connection = self.current
+        if connection is not None:
+            try:
+                connection.send(Kind.NOTICE, 0, self.pending.lowest(), CancelCall(slot.request_id), hold=True)
+                self.runtime.delayed_flush.within(LAZY, connection)
+            except (OSError, ValueError):
+                log.debug("%s was not told that a call is no longer waited for", self.member.name)
+
     def expire(self) -> None:
         """The timer: a deadline of a future may have passed."""
         late, again = self.pending.expired(time.monotonic())
         for slot in late:
+            self.left_by_caller(slot)
             slot.error = self.timeout_error(slot)
-            slot.done = True
-            self.replies.complete(slot)
+        self.replies.settle(late)
         if again != FOREVER:
             self.runtime.timer.at(again, self.expire)
 
@@ -407,9 +428,10 @@ class Link:
                 self._io_threads.forget(connection.stream.fileno())
                 connection.close()
                 self.current = None
-        for slot in self.pending.take_all():
+        waiting = self.pending.take_all()
+        for slot in waiting:
             slot.error = ProtocolError(f"worker {self.member.name!r} broke the protocol during {slot.what()}: {error}")
-            self.replies.finish(slot)
+        self.replies.settle(waiting)
 
     def fail(self, error: WorkerDied) -> None:
         """The worker is gone for good."""
@@ -423,9 +445,10 @@ class Link:
         self.settled.set()
 
     def _fail_all(self) -> None:
-        for slot in self.pending.take_all():
+        waiting = self.pending.take_all()
+        for slot in waiting:
             slot.error = self.died(slot)
-            self.replies.finish(slot)
+        self.replies.settle(waiting)
 
     def close(self) -> None:
         """End the link from this side; what still waits is told so."""

@@ -4,6 +4,10 @@ The thread that waits for a reply reads it itself: no other thread has to wake u
 that wait on the same link sleep; the reader completes their slots as replies come and passes the reading on when its
 own is there. Replies nobody waits for in person (futures) are read by the I/O threads.
 
+One rule for completions: the reader hands on the reading, then completes what it read. So a callback, or a hook of a
+backward pass, may run for long and may wait for another reply of the same link. A thread that came in person leaves to
+the I/O threads what may run a user's code; and a reply that its caller came for (`attended`) is left to that caller.
+
     IDLE      nothing is expected, or nobody looks
     ARMED     the I/O threads is told by the kernel when a reply comes
     READING   a thread reads
@@ -14,13 +18,15 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from telegrad import trace
 from telegrad.errors import ProtocolError, RpcTimeout, TelegradError
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
+from telegrad.rpc.threads.interrupts import interruptible
 from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import blocking, local
 from telegrad.rpc.workers import Member
@@ -34,6 +40,7 @@ IDLE, ARMED, READING = "idle", "armed", "reading"
 BURST_CALLS = 16  # calls in flight from which on small ones may wait a moment to share a write
 _MOST_UNACKNOWLEDGED = 256  # replies that the worker may have to remember for a caller that asks nothing more
 _LOOK_AGAIN_SECONDS = 1.0
+_MOST_READ = 256  # replies after which a reader hands on the reading, though more have come, to complete these
 
 
 class ReadLink(Protocol):
@@ -58,6 +65,9 @@ class ReadLink(Protocol):
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
 
+    def left_by_caller(self, slot: Slot) -> None:
+        """Nobody waits for this request any more."""
+
 
 class ReplyReader:
     """The reading end of a link."""
@@ -80,6 +90,22 @@ class ReplyReader:
 
     def wait(self, slot: Slot) -> None:
         """Return when `slot` is done; raises RpcTimeout at its deadline, unless `slot.complete` takes the error."""
+        try:
+            self._wait(slot)
+        except BaseException:  # an interrupt: nobody waits for the reply any more
+            self._abandon(slot)
+            raise
+
+    def _abandon(self, slot: Slot) -> None:
+        if not slot.done and slot.complete is None and self._pending.give_up(slot.request_id) is not None:
+            slot.done = True
+        with self._lock:
+            if slot in self._waiters:
+                self._waiters.remove(slot)
+            if self.state == IDLE:  # the reading may have been passed to this thread
+                self._pass_on()
+
+    def _wait(self, slot: Slot) -> None:
         while not slot.done:
             with self._lock:
                 if self.state == READING:
@@ -97,16 +123,20 @@ class ReplyReader:
                     self.state = READING
                     reads = True
             if reads:
+                read: list[Slot] = []
                 try:
-                    self._read_until(slot)
+                    self._read_until(slot, read)
                 finally:
                     self._stop_reading()
+                    if read:
+                        self._complete_in_person(read)
             else:
                 self._sleep_until_woken(slot)
             if not slot.done and slot.deadline <= time.monotonic():
                 if self._pending.give_up(slot.request_id) is None:
                     continue  # it is being completed by another thread this very moment
                 slot.done = True
+                self._link.left_by_caller(slot)
                 with self._lock:
                     if self.state == IDLE:  # the reading may have been passed to this thread as it woke by itself
                         self._pass_on()
@@ -119,18 +149,19 @@ class ReplyReader:
     def _sleep_until_woken(self, slot: Slot) -> None:
         left = -1.0 if slot.deadline == FOREVER else max(0.0, slot.deadline - time.monotonic())
         with blocking():
-            woken = slot.wake.acquire(timeout=left)
+            woken = _acquire(slot.wake, left)
         if woken and slot.done:
             slot.wake.release()  # several threads may wait for one future: each wakes the next
         with self._lock:
             if slot in self._waiters:
                 self._waiters.remove(slot)
 
-    def _read_until(self, slot: Slot) -> None:
+    def _read_until(self, slot: Slot, read: list[Slot]) -> None:
+        """Read until `slot` is done, or others are that have to be completed: they are put into `read`."""
         spinner = self._spinner
         others = self._io_threads
         most = 0 if local.turn is None else 1  # this thread may be one of them
-        while not slot.done:
+        while not slot.done and not read:
             connection = self._link.current
             if connection is None:  # lost: the agent dials again, or finds that the worker is dead
                 left = slot.deadline - time.monotonic()
@@ -148,7 +179,7 @@ class ReplyReader:
                     ready = connection.stream.readable(min(left, _LOOK_AGAIN_SECONDS))
                 if not ready:
                     continue
-            self._receive(connection)
+            self._receive(connection, read)
 
     def _stop_reading(self, woken: bool = False) -> None:
         with self._lock:
@@ -196,16 +227,18 @@ class ReplyReader:
             if self.state == READING or connection is None:
                 return
             self.state = READING
+        read: list[Slot] = []
         try:
-            self._receive(connection)
-            while not connection.closed and connection.stream.readable(0):
-                self._receive(connection)
+            self._receive(connection, read)
+            while len(read) < _MOST_READ and not connection.closed and connection.stream.readable(0):
+                self._receive(connection, read)
         finally:
             self._stop_reading(woken=True)
+            self.complete(read)
 
     # --- receiving ---
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection, read: list[Slot]) -> None:
         try:
             frames = connection.receive()
         except (OSError, ValueError):
@@ -221,30 +254,32 @@ class ReplyReader:
         acknowledge = False
         for frame in frames:
             acknowledge |= frame.is_large  # before its tensors are taken out of it
-            self.take(frame)
+            slot = self.take(frame)
+            if slot is not None:
+                read.append(slot)
         self.flush(connection)
         if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
             self.acknowledge(connection)
 
-    def take(self, frame: Frame) -> None:
-        """A frame came."""
+    def take(self, frame: Frame) -> Slot | None:
+        """A frame came; the slot that the reader has to complete when it has handed on the reading."""
         if frame.kind == Kind.NOTICE:
             if type(frame.message) is Goodbye:
                 self._link.said_goodbye(frame.message.exited)
             elif type(frame.message) is Exhausted:
                 self._link.exhausted = (time.monotonic(), frame.message.threads)
-            return
+            return None
         self._received.append(frame.request_id)
         slot = self._pending.take(frame.request_id)
         if slot is None:
             if self._pending.is_late(frame.request_id):
                 for layer in self._runtime.layers:
                     layer.on_late_reply(frame, self._link.member.worker_id)
-            return
+            return None
         if self._audit is not None:
             self._audit.came(self._link.member.name, frame.message, frame.payload, frame.tensors, slot.what())
         slot.frame = frame
-        self.finish(slot)
+        return slot if self._finish(slot) else None
 
     def flush(self, connection: Connection) -> None:
         """Send what waited for company."""
@@ -269,30 +304,63 @@ class ReplyReader:
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self._link.member.name)
 
-    def finish(self, slot: Slot) -> None:
-        """A slot that was taken out of the table has its reply, or its error: let its caller go on."""
+    # --- completing ---
+
+    def _finish(self, slot: Slot) -> bool:
+        """A slot that was taken out of the table has its reply, or its error: wake its caller if that waits in person.
+
+        Returns whether it has to be completed."""
         slot.done = True
         if trace.recorder is not None:
             trace.recorder.answered(slot)
-        if slot.complete is not None:
-            # Callbacks may run for long, and may wait for another reply of this link; this thread reads it.
-            self.complete(slot)
-        if slot.wake is not None:
-            try:
-                slot.wake.release()
-            except RuntimeError:  # it woke by itself, at its deadline
-                pass
+        wake = slot.wake
+        if wake is None:
+            return slot.complete is not None
+        try:
+            wake.release()
+        except RuntimeError:  # it woke by itself, at its deadline
+            pass
+        return slot.complete is not None and not slot.attended
 
-    def complete(self, slot: Slot) -> None:
-        """Complete a slot from a thread that must not run a user's callbacks."""
-        complete = slot.complete
-        if complete is None:
-            return  # its caller came for the reply in person, and was first
-        future = slot.future
-        if future is not None:
-            future.settling = True  # before looking: see `Future.add_done_callback`
-            if future.has_callbacks and not self._runtime.closing:
-                future.settling = False
-                self._io_threads.submit(lambda: complete(slot))
-                return
-        complete(slot)
+    def complete(self, slots: list[Slot]) -> None:
+        """I/O thread, which does not read: complete what was read."""
+        for slot in slots:
+            complete = slot.complete
+            if complete is not None:  # else its caller came for the reply in person, and was first
+                complete(slot)
+
+    def _complete_in_person(self, slots: list[Slot]) -> None:
+        """The same in the thread of a user, which runs nobody's callbacks: those go to the I/O threads."""
+        for_others = []
+        for slot in slots:
+            future = slot.future
+            if future is None:
+                if slot.attended:
+                    for_others.append(slot)
+                    continue
+            else:
+                future.settling = True  # before looking: see `Future.add_done_callback`
+                if future.has_callbacks:
+                    future.settling = False
+                    for_others.append(slot)
+                    continue
+            self.complete([slot])
+        if for_others:
+            self._hand_over(for_others)
+
+    def settle(self, slots: list[Slot]) -> None:
+        """Slots that were taken out of the table have an error: their time is up, or the worker is gone."""
+        unfinished = [slot for slot in slots if self._finish(slot)]
+        if unfinished:
+            self._hand_over(unfinished)
+
+    def _hand_over(self, slots: list[Slot]) -> None:
+        if self._runtime.closing:  # no thread may be left
+            self.complete(slots)
+        else:
+            self._io_threads.submit(partial(self.complete, slots))
+
+
+@interruptible
+def _acquire(lock: Any, seconds: float) -> bool:
+    return lock.acquire(timeout=seconds)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+from telegrad.cuda import order
 from telegrad.errors import TelegradError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent
@@ -40,6 +41,9 @@ def debug_waits(cluster: bool = False) -> str:
 
     It asks nothing of the code that hangs: a worker is described by its tables, and one that does not answer within two
     seconds is said not to. SIGUSR1 prints the same, unless the program has a use of its own for that signal.
+
+    Example:
+        >>> text = rpc.debug_waits(cluster=True)  # one line for each wait, on all workers
     """
     agent = require_agent()
     if not cluster:
@@ -70,9 +74,25 @@ def waits_of(agent: Agent) -> list[Wait]:
         for kind, since in session.served():
             if kind is not DebugWaits:
                 waits.append(Wait(f"serves a {kind.__name__} of {session.member.name}, for {now - since:.1f} s"))
+    if order.active:
+        waits += _lent_device_memory(agent)
     for layer in agent.layers:
         waits += [Wait(*wait) for wait in layer.waits()]
     return waits
+
+
+def _lent_device_memory(agent: "Agent") -> list[Wait]:
+    """Blocks of device memory that other workers have not copied out yet."""
+    ends = [(link.member, link.current) for link in agent.peers.links()]
+    ends += [(session.member, session.connection) for session in agent.peers.sessions()]
+    found = []
+    for member, connection in ends:
+        channel = None if connection is None else connection.devices
+        count, nbytes = (0, 0) if channel is None else channel.lender.lent()
+        if count:
+            text = f"has lent {count} blocks of device memory, {nbytes / 2**20:.1f} MB, to {member.name}"
+            found.append(Wait(text, member.worker_id))
+    return found
 
 
 def chains(names: Mapping[int, str], answers: Mapping[int, Sequence[Wait] | None], start: int) -> list[str]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
+from telegrad.cuda.gpus import visible_gpus
 from telegrad.errors import RendezvousError, TelegradError
 from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import set_current_agent
-from telegrad.rpc.devices import as_published
+from telegrad.rpc.devices import as_published, check_maps
 from telegrad.rpc.job import store as store_host
 from telegrad.rpc.job.barrier import Barriers
 from telegrad.rpc.job.debug_waits import Waits
@@ -108,6 +109,8 @@ def _start_at(
         tuple(listeners.addresses),
         os.getpid(),
         device_maps=as_published(options),
+        gpus=visible_gpus(),
+        devices=tuple([str(device) for device in options.devices]),
         host=host_identity(),
         secret=trust.published,
         certificate=b"" if tls is None else tls.fingerprint,
@@ -176,6 +179,7 @@ def _meet(agent: Agent, place: MemberLog, member: Member, world_size: int | None
             if place.is_first and place.is_outdated(member.worker_id, member.incarnation):
                 raise _Outdated(f"worker {member.name!r} is not the first with its id")
     check_reach(agent)
+    check_maps(joining.seen.values(), is_static=world_size is not None)
 
 
 def _await_end_of(joining: Joining, place: MemberLog, agent: Agent) -> None:

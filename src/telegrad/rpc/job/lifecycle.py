@@ -20,7 +20,9 @@ from telegrad.rpc.job.environment import detect
 from telegrad.rpc.job.join import end_job, leave, let_go_of_place, start
 from telegrad.rpc.job.membership import Membership
 from telegrad.rpc.options import DEFAULT_INIT_METHOD, DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
+from telegrad.rpc.threads import interrupts
 from telegrad.rpc.threads.cores import return_share, take_share
+from telegrad.rpc.threads.interrupts import pause
 from telegrad.rpc.workers import WorkerInfo, check_name
 
 _LOOK_SECONDS = 0.001
@@ -102,6 +104,7 @@ def start_worker(
 ) -> Agent:
     """Start the agent of this process; the workers meet in `store`, or where the options say. `job` is what the engine
     that started it calls the job, if there is one."""
+    interrupts.install()
     with _lock:
         if current_agent() is not None:
             raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
@@ -116,6 +119,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     A graceful shutdown waits until all workers have called it and nothing is under way, up to `timeout` seconds (0: as
     long as the others live); at the deadline it ends all the same and raises ShutdownError, which says who and what was
     missing. Workers that died are not waited for. With `graceful=False` it ends at once.
+
+    Example:
+        >>> joined = rpc.init_rpc("worker0", rank=0, world_size=1)
+        >>> rpc.shutdown()
     """
     agent = require_agent()
     try:
@@ -129,6 +136,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         let_go_of_place(agent)
         agent.close()
         return_share()
+        interrupts.uninstall()
 
 
 def wait_for_all(agent: Agent, timeout: float, leaving: bool = True, prepare: bool = True) -> None:
@@ -194,7 +202,7 @@ def _drain(agent: Agent, deadline: float, timeout: float) -> None:
                 f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s; still under way: "
                 f"{', '.join(waiting[:10])}"
             )
-        time.sleep(_LOOK_SECONDS)
+        pause(_LOOK_SECONDS)
 
 
 def _deliver(agent: Agent, deadline: float) -> None:

@@ -25,6 +25,7 @@ from telegrad.rpc.job import job_marker
 from telegrad.rpc.job import store as store_host
 from telegrad.rpc.job.job_marker import JobMarker
 from telegrad.rpc.job.store_client import Prefixed
+from telegrad.rpc.threads.interrupts import pause as sleep
 from telegrad.rpc.trust.files import make_private
 from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.trust.seal import UNSEALED, Seal
@@ -293,7 +294,7 @@ def wait_for_ranks(
         if now >= next_notice:
             log.warning("waiting for ranks %s of %d since %.0f s", missing, world_size, now - began)
             next_notice = now + (now - began)
-        time.sleep(min(pause, left))
+        sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
         try:
             place.news(take)

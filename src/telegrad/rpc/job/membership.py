@@ -63,6 +63,7 @@ class Joining:
         self._member = member
         self._generation = generation_of(member.incarnation)
         self._world_size = world_size
+        self.seen = {member.name: member}  # the records of all who came, also of those who have left again
         self._left: set[int] = set()  # who has been here this time and has left again: it is not waited for
         self._clash: RendezvousError | None = None
         self._dead_since: dict[int, float] = {}  # incarnations that were found dead, and when
@@ -77,6 +78,8 @@ class Joining:
         except RendezvousError as clash:
             self._clash = clash
         for member in members:
+            if not member.leaving and generation_of(member.incarnation) >= self._generation:
+                self.seen[member.name] = member
             if member.worker_id == mine.worker_id:
                 self._note_predecessor(member)
             elif member.leaving and generation_of(member.incarnation) >= self._generation:

@@ -5,6 +5,7 @@ import time
 from telegrad.rpc.peers.peers import Peers
 from telegrad.rpc.runtime import Runtime
 from telegrad.transport.connection import heap
+from telegrad.transport.device_blocks import collect
 
 # How long blocks of memory are kept for the next tensor. New ones cost 100 ms for 100 MB: little in so long a time.
 KEEP_IDLE_SECONDS = 10.0
@@ -32,6 +33,7 @@ class IdleMemory:
     def tidy(self, before: float) -> None:
         """Return the memory of blocks that have been idle since `before` on the monotonic clock."""
         heap.trim(before)
+        collect()
         for link in self._peers.links():
             link.tidy(before)
         for session in self._peers.sessions():

@@ -15,10 +15,13 @@ from collections import deque
 from typing import Any, Protocol
 
 from telegrad import trace
+from telegrad.cuda import order
 from telegrad.errors import ProtocolError
+from telegrad.rpc.devices import Placement
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.at_most_once import NEW, AtMostOnce, Reply
+from telegrad.rpc.server.cancellation import Cancellations
 from telegrad.rpc.server.function_table import FunctionTable
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.spin import Spinner
@@ -88,6 +91,7 @@ class Session:
         self._inbox: deque[Frame] = deque()
         self._deferred: deque[Frame] = deque()  # notices to be served when no request waits
         self.requests = AtMostOnce()
+        self.cancellations: Cancellations | None = None  # made when it is first needed
         self.paused = False  # so much is running that no more is read
         self._holds = False  # whether a reply waits for those of the requests behind it
         self._spinner = Spinner()
@@ -106,6 +110,11 @@ class Session:
         is_work = self._layers.is_work
         served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if is_work(kind)]
         return served + [f"an answer to worker {name!r}"] * len(self.requests.answering)
+
+    @property
+    def placement(self) -> Placement:
+        """Where tensors go on other workers."""
+        return self._runtime.placement
 
     def served(self) -> list[tuple[type, float]]:
         """The messages of the requests being served, and since when."""
@@ -149,26 +158,27 @@ class Session:
                     break
                 frame = inbox.popleft()
                 turn.count += 1
-                turn.running = True
+                turn.frame = frame
                 self.take(frame)
                 with self._lock:
-                    turn.running = False
+                    turn.frame = None
                     if self._turn is not turn:
                         return  # another thread went on while this one was busy
             if self.paused:
                 turn.give_up()
                 return
             try:
-                self.requests.check()
-                frames = connection.receive()
-                self._note_definitions(frames)
-                if not frames and frames is not None:
+                # Looked at before it is read: usually nothing is there yet, and reading would raise that.
+                if not connection.stream.readable(0):
                     if self._holds:
                         self._flush(connection)
                     if self._deferred:
                         self.serve_deferred()
-                    if self._spinner.wait(connection.stream.readable, self._io_threads, 1):
-                        continue
+                    if not self._spinner.wait(connection.stream.readable, self._io_threads, 1):
+                        turn.give_up()
+                        return
+                self.requests.check()
+                frames = connection.receive()
             except (OSError, ValueError):
                 frames = None
             except ProtocolError as error:
@@ -177,15 +187,13 @@ class Session:
             if frames is None:
                 self.ended(connection)
                 return
-            if not frames:
-                turn.give_up()
-                return
+            self._note_definitions(frames)
             if trace.recorder is not None:
                 trace.recorder.arrived(self, frames)
             inbox.extend(frames)
 
-    def _note_definitions(self, frames: list[Frame] | None) -> None:
-        for frame in frames or ():
+    def _note_definitions(self, frames: list[Frame]) -> None:
+        for frame in frames:
             call: Any = frame.message
             while (inner := getattr(call, "call", None)) is not None:  # a message that wraps a call has it within
                 call = inner
@@ -215,7 +223,10 @@ class Session:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             if served.counts_as_work:
                 self._runtime.calls_served += 1
-            served.handler(request)
+            if order.active and served.counts_as_work:
+                order.run(served.handler, request, request.frame.arrived)
+            else:
+                served.handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
             request.fail(error)
 
@@ -256,7 +267,7 @@ class Session:
         turn = self._turn
         if turn is None:
             return False
-        stuck = turn.running and turn.seen == turn.count
+        stuck = turn.frame is not None and turn.seen == turn.count
         turn.seen = turn.count
         if stuck:
             turn.give_up()
@@ -315,6 +326,15 @@ class Session:
                 requests.shorten(request_id, encoded)
         finally:
             requests.answering.pop(request_id, None)
+            if self.cancellations is not None:
+                self.cancellations.forget(request_id)
+
+    def cancelling(self) -> Cancellations:
+        """What was cancelled of the requests here."""
+        with self._lock:
+            if self.cancellations is None:
+                self.cancellations = Cancellations()
+            return self.cancellations
 
     def _send(self, frame: Reply, lazy: bool = False) -> bytes | None:
         """Send what `Connection.send` takes, less the ack: kind, request id, message, and what goes with it."""
@@ -344,6 +364,8 @@ class Session:
         if connection is None:
             return
         if len(reply) > 1:
+            if order.active:
+                order.synchronize()  # this thread's streams are not those the result was made on
             self._send(reply)
             return
         try:
@@ -425,17 +447,22 @@ class Session:
 class SessionTurn:
     """The right of one thread to serve one session."""
 
-    __slots__ = ("count", "running", "seen", "session")
+    __slots__ = ("count", "frame", "seen", "session")
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.running = False
+        self.frame: Frame | None = None  # the one that is being taken
         self.count = 0
         self.seen = -1  # the count at the timer's last look
 
     def give_up(self) -> None:
         """Let another thread serve the session."""
         self.session.give_up(self)
+
+    def is_cancelled(self) -> bool:
+        """Whether the caller of the request that is being served no longer waits for it."""
+        frame, cancelled = self.frame, self.session.cancellations
+        return frame is not None and cancelled is not None and frame.request_id in cancelled
 
     def sleeping(self, change: int) -> None:
         """Count this thread among those that wait."""

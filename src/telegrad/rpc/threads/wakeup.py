@@ -2,6 +2,8 @@
 
 import threading
 
+from telegrad.rpc.threads.interrupts import interruptible
+
 
 class Wakeup:
     """Set while nobody sleeps, it lets the next sleeper pass at once, one time."""
@@ -19,6 +21,7 @@ class Wakeup:
         except RuntimeError:  # set already
             pass
 
+    @interruptible
     def wait(self, seconds: float) -> None:
         """Sleep until it is set, or for so long."""
         self._lock.acquire(timeout=max(seconds, 0.0))

@@ -1,0 +1,138 @@
+"""Tensor bytes between the GPU and host memory, for messages that cannot stay on the GPU.
+
+Host memory that tensors travel in is pooled and used again, so it is pinned where that pays, once for its lifetime:
+the GPU then reads and writes it directly. Where bytes go into a socket they come down in chunks through a few pinned
+buffers, so that the next chunk is on its way while one is being written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from telegrad.cuda.order import current_stream
+from telegrad.cuda.runtime import CudaError, runtime
+
+log = logging.getLogger("telegrad.cuda")
+
+CHUNK = 4 * 2**20
+_AHEAD = 3  # chunks on their way while one is being written
+_PIN_FROM = 2**20  # bytes; pinning less costs more than it saves
+
+_pinning = threading.Lock()
+
+
+class Mapped(Protocol):
+    """Memory that is mapped into this process."""
+
+    address: int
+    size: int
+    seen_at: int  # where the GPU sees it, if it is pinned
+
+    def before_unmapping(self, act: Callable[[int], None]) -> None:
+        """Call `act` with the address when nobody refers to it any more, before it is unmapped."""
+
+
+def pinned(mapping: Mapped) -> int:
+    """Pin mapped memory for as long as it lives; where the GPU sees it. CudaError if it cannot be."""
+    with _pinning:
+        if not mapping.seen_at:
+            runtime().pin(mapping.address, mapping.size)
+            mapping.seen_at = runtime().seen_by_device(mapping.address)
+            mapping.before_unmapping(_unpin)
+        return mapping.seen_at
+
+
+def _unpin(address: int) -> None:
+    try:
+        runtime().unpin(address)
+    except CudaError as error:
+        log.debug("host memory could not be unpinned: %s", error)
+
+
+def pin_large(mapping: Mapped) -> None:
+    """Pin mapped memory if that pays. If it cannot be, copies are slower, and that is all."""
+    if mapping.size >= _PIN_FROM and not mapping.seen_at:
+        try:
+            pinned(mapping)
+        except CudaError as error:
+            log.debug("host memory could not be pinned: %s", error)
+
+
+def to_host(target: int, source: int, nbytes: int, device: int) -> None:
+    """Copy from the GPU, after what is on the current stream; returns when the bytes are there."""
+    stream = current_stream(device)
+    runtime().copy(target, source, nbytes, stream)
+    runtime().synchronize(stream)
+
+
+def bytes_of(address: int, nbytes: int, device: int) -> bytearray:
+    """A copy of a few bytes on the GPU."""
+    data = bytearray(nbytes)
+    if nbytes:
+        to_host(ctypes.addressof(ctypes.c_char.from_buffer(data)), address, nbytes, device)
+    return data
+
+
+def to_device(buffer: Any, device: torch.device) -> torch.UntypedStorage:
+    """A storage on the GPU with the bytes of a buffer, which is free again when this returns."""
+    view = memoryview(buffer).cast("B")
+    storage = torch.empty(len(view), dtype=torch.uint8, device=device).untyped_storage()
+    if len(view):
+        mapping = getattr(view.obj, "mapping", None)
+        if mapping is not None:
+            pin_large(mapping)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        stream = current_stream(device.index or 0)
+        runtime().copy(storage.data_ptr(), address, len(view), stream)
+        runtime().synchronize(stream)
+    return storage
+
+
+class DeviceBytes:
+    """Bytes on the GPU that are to be written to a socket, in chunks."""
+
+    __slots__ = ("_address", "_device", "_nbytes", "_owner")
+
+    def __init__(self, address: int, nbytes: int, device: int, owner: object) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self._device = device
+        self._owner = owner
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def chunks(self) -> Iterator[memoryview]:
+        """The bytes in order. Each chunk is valid until the next one is asked for."""
+        current = torch.cuda.current_stream(self._device)
+        offsets = iter(range(0, self._nbytes, CHUNK))
+        size = min(CHUNK, self._nbytes)
+        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(_AHEAD + 1)]
+        events = [torch.cuda.Event() for _ in buffers]  # type: ignore[no-untyped-call] # of torch's
+        started: list[tuple[int, int]] = []  # place among the buffers, bytes
+        place = 0
+
+        def start_next() -> None:
+            nonlocal place
+            offset = next(offsets, None)
+            if offset is not None:
+                length = min(CHUNK, self._nbytes - offset)
+                runtime().copy(buffers[place].data_ptr(), self._address + offset, length, current.cuda_stream)
+                events[place].record(current)
+                started.append((place, length))
+                place = (place + 1) % len(buffers)
+
+        for _ in range(_AHEAD):
+            start_next()
+        while started:
+            index, length = started.pop(0)
+            start_next()
+            events[index].synchronize()
+            view = (ctypes.c_char * length).from_address(buffers[index].data_ptr())
+            yield memoryview(view).cast("B")

@@ -1,0 +1,352 @@
+"""The order of work on the GPU: who must see whose work, without any thread waiting for the GPU.
+
+- A request runs on streams of its own, from a pool (a `Lane`), so that several may overlap. It finds the work of
+  everything that had been answered here before it arrived, and that its caller may therefore know of: earlier requests,
+  earlier passes, and what lies on the default stream.
+- A backward pass has streams of its own, too, whichever threads run its parts.
+- A message carries an event for its memory (`transport/device_blocks.py`), so what the sender had enqueued is done
+  before the receiver's stream reads it.
+- A value that waits for whoever comes for it, in a future or behind a reference, has a `Mark` of the streams it was
+  made on.
+
+A program that has no CUDA tensors never gets further than a look at `active`. All of this is one process's: agents that
+share a process share its streams. `_lock` guards the lists; the streams of one lane belong to one request or pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+A = TypeVar("A")
+
+active = False  # whether a CUDA tensor was ever sent or received here, or a device map names a CUDA device
+
+_lock = threading.Lock()
+_devices: list[int] = []  # those in use, by index
+_lanes: list[Lane] = []  # all there are
+_free: list[Lane] = []  # the last one used is taken first: its own work needs no waiting for
+
+
+class _Local(threading.local):
+    lane: Lane | None = None  # the one this thread is on
+
+
+_local = _Local()
+
+
+class Lane:
+    """One stream on each device in use, for one request or one pass at a time."""
+
+    __slots__ = ("_streams", "ended", "ended_at", "unfinished", "uses")
+
+    def __init__(self) -> None:
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self.ended = False  # its request or pass has been answered: others may know of it, and must see its work
+        self.unfinished = False  # whether some of that work may not be done
+        self.ended_at = 0
+        self.uses = 0
+
+    def stream(self, device: int) -> torch.cuda.Stream:
+        """The stream on one device."""
+        found = self._streams.get(device)
+        if found is None:
+            found = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # of torch's
+        return found
+
+    def put(self, stream: torch.cuda.Stream) -> None:
+        """Have this one on its device."""
+        self._streams[stream.device_index] = stream
+
+    def streams(self) -> list[torch.cuda.Stream]:
+        """Those on all devices in use."""
+        return [self.stream(device) for device in _devices]
+
+
+def activate() -> None:
+    """There may be CUDA tensors in messages from now on, here or at other workers."""
+    global active  # noqa: PLW0603 - a module's flag, which costs a call without CUDA the least to look at
+    if not active:
+        # A leaf used by requests on several streams is no mistake here, and the engine orders them.
+        warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+        if warn is not None:
+            warn(False)
+    active = True
+
+
+def use(device: int) -> None:
+    """A device of this process has a part in messages from now on."""
+    if device in _devices:
+        return
+    with _lock:
+        if device not in _devices:
+            _devices.append(device)
+    activate()
+
+
+def devices() -> list[torch.device]:
+    """The devices in use."""
+    return [torch.device("cuda", index) for index in _devices]
+
+
+# --- lanes ---
+
+
+def now() -> int:
+    """A moment, to compare with others of this process."""
+    return time.monotonic_ns()
+
+
+def take(arrived: int = 0) -> Lane:
+    """A lane that nobody uses. Its streams wait for the work of all that had been answered here before `arrived`, by
+    default now: who asked for this can know of nothing else, and the rest may run beside it."""
+    arrived = arrived or now()
+    with _lock:
+        # The one used last, among those to be waited for anyhow.
+        lane = next((lane for lane in reversed(_free) if lane.ended_at < arrived or not lane.unfinished), None)
+        if lane is not None:
+            _free.remove(lane)
+        else:
+            lane = Lane()
+            _lanes.append(lane)
+        lane.ended = False
+    for stream in lane.streams():
+        default = _default_stream(stream.device_index)
+        if not default.query():
+            stream.wait_stream(default)
+    _follow(lane.stream, arrived)
+    return lane
+
+
+def uses_several_devices() -> bool:
+    """Whether more than one device is in use."""
+    return len(_devices) > 1
+
+
+def current_lane() -> Lane | None:
+    """The lane this thread is on."""
+    return _local.lane
+
+
+def is_on_default() -> bool:
+    """Whether this thread's current streams are the default ones."""
+    return _local.lane is None and not any(current_stream(device) for device in _devices)
+
+
+def default_lane() -> Lane:
+    """The default streams as a lane, which is nobody's own and that all others follow."""
+    lane = Lane()
+    for device in _devices:
+        lane.put(_default_stream(device))
+    return lane
+
+
+def end(lane: Lane) -> None:
+    """A request or a pass on this lane is about to be answered: from now on others follow its work."""
+    with _lock:
+        _end(lane)
+
+
+def _end(lane: Lane) -> None:
+    lane.uses += 1
+    lane.ended_at = now()
+    lane.ended = lane.unfinished = True
+
+
+def give_back(lane: Lane) -> None:
+    """A request or a pass is over."""
+    with _lock:
+        _end(lane)
+        _free.append(lane)
+
+
+def _follow(stream_on: Callable[[int], torch.cuda.Stream], before: int) -> None:
+    """Have streams, one for each device, wait for the unfinished work of all lanes that have ended before a moment."""
+    with _lock:
+        ended = [(lane, lane.uses) for lane in _lanes if lane.ended and lane.unfinished and lane.ended_at < before]
+    for lane, uses in ended:
+        unfinished = False
+        for theirs in lane.streams():
+            if not theirs.query():
+                unfinished = True
+                ours = stream_on(theirs.device_index)
+                if ours != theirs:
+                    ours.wait_stream(theirs)
+        if not unfinished:
+            with _lock:
+                if lane.uses == uses and lane.ended:
+                    lane.unfinished = False
+
+
+def answering() -> None:
+    """A reply is about to leave from this thread. Its streams are those that the result was made on, or follow them."""
+    lane = _local.lane
+    if lane is not None:
+        end(lane)
+    else:
+        join()
+
+
+class on:  # noqa: N801 - used like a function; a class, because each request enters one
+    """Within, the current streams of this thread are those of a lane."""
+
+    __slots__ = ("_before", "_lane", "_outer")
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def __enter__(self) -> None:
+        streams = self._lane.streams()
+        self._before = [_current(stream.device_index) for stream in streams]
+        self._outer, _local.lane = _local.lane, self._lane
+        if streams:
+            _set_current([(stream.stream_id, stream.device_index, stream.device_type) for stream in streams])
+
+    def __exit__(self, *_: object) -> None:
+        _local.lane = self._outer
+        if self._before:
+            _set_current(self._before)
+
+
+# Past torch's objects for streams, which cost more than what is done with them here. These names exist only in a torch
+# that was built for CUDA.
+_Raw: TypeAlias = tuple[int, int, int]  # a stream's id, its device, the kind of device
+
+
+def _current(device: int) -> _Raw:
+    return torch._C._cuda_getCurrentStream(device)
+
+
+def current_stream(device: int) -> int:
+    """The current stream of this thread on a device, as the CUDA runtime knows it."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def _set_current(streams: list[_Raw]) -> None:
+    device = torch.cuda.current_device() if len(_devices) > 1 else streams[0][1]
+    for stream_id, index, kind in streams:
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
+    if streams[-1][1] != device:  # setting a stream makes its device the current one
+        torch.cuda.set_device(device)
+
+
+@functools.cache
+def _default_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.default_stream(device)
+
+
+def run(function: Callable[[A], Any], argument: A, arrived: int = 0) -> None:
+    """Call `function(argument)` on a lane of its own; who asked for it did so before `arrived`."""
+    lane = take(arrived)
+    try:
+        with on(lane):
+            function(argument)
+    finally:
+        give_back(lane)
+
+
+# --- handing over ---
+
+
+def hand_over(tensors: Iterable[Tensor | None], lane: Lane) -> None:
+    """What this thread's current streams made of `tensors` is seen by all that comes on `lane` from now on."""
+    waited: set[int] = set()
+    for tensor in tensors:
+        if tensor is None or not tensor.is_cuda:
+            continue
+        device = tensor.get_device()
+        stream, current = lane.stream(device), torch.cuda.current_stream(device)
+        if stream == current:
+            continue
+        if device not in waited:
+            waited.add(device)
+            stream.wait_stream(current)
+        for part in _with_memory(tensor):
+            part.record_stream(stream)
+
+
+@contextlib.contextmanager
+def back_on_lane(tensors: Iterable[Tensor | None]) -> Iterator[None]:
+    """Within code of torch's engine, which runs nodes on streams of their own: on the lane of this thread again.
+
+    `tensors` were made on the streams left."""
+    lane = _local.lane
+    if lane is None:
+        yield
+        return
+    hand_over(tensors, lane)
+    with on(lane):
+        yield
+
+
+def join() -> None:
+    """What requests and passes that ended here left on their streams is seen by this thread's from now on."""
+    _follow(torch.cuda.current_stream, now())
+
+
+class Mark(NamedTuple):
+    """Where on this thread's streams a value was made, for whoever comes for it later."""
+
+    events: list[tuple[torch.device, torch.cuda.Event]]
+    tensors: list[Tensor]
+
+
+def mark(value: Any = None) -> Mark:
+    """A mark of now. `value` is what was made: tensors in it, and in lists, tuples and dicts of it, are noted."""
+    events = []
+    for device in devices():
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
+        event.record(torch.cuda.current_stream(device))
+        events.append((device, event))
+    return Mark(events, list(_tensors_in(value, 3)))
+
+
+def follow(made: Mark) -> None:
+    """What was enqueued before a mark is seen by this thread's streams from now on."""
+    for device, event in made.events:
+        torch.cuda.current_stream(device).wait_event(event)
+    _keep_memory(made.tensors)
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part, depth - 1)
+
+
+def adopt(tensors: Iterable[Tensor]) -> None:
+    """The same, for tensors that were made there and will be used, and let go of, by this thread."""
+    join()
+    _keep_memory(tensors)
+
+
+def _keep_memory(tensors: Iterable[Tensor]) -> None:
+    """Tensors of other streams are used on the current ones: their memory is not used again before that is done."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            for part in _with_memory(tensor):
+                part.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def synchronize() -> None:
+    """Wait for the GPU: for what is too rare for an order of its own, as sending again after a lost connection."""
+    for device in devices():
+        torch.cuda.synchronize(device)
+
+
+def _with_memory(tensor: Tensor) -> list[Tensor]:
+    """The tensors whose memory one consists of."""
+    if tensor.layout is torch.strided:
+        return [] if tensor.is_nested else [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor.values()]

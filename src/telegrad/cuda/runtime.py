@@ -1,0 +1,186 @@
+"""The few calls of CUDA that torch does not offer, on the libraries torch itself has loaded.
+
+Memory that another process can open (CUDA IPC), copies that need no tensors, pinning of memory that is mapped already,
+and streams that wait for a number in memory. Pointers and streams are plain integers here. Every call checks what it
+returns, and clears the error: the runtime would report it again to whoever asks next, which is torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+HANDLE_BYTES = 64  # of an exported piece of memory
+_SUCCESS, _NO_CONTEXT = 0, 201
+_DEFAULT_DIRECTION = 4  # the runtime knows where an address lies
+_FOR_ALL_DEVICES, _MAPPED = 0x1, 0x2
+_AT_LEAST = 0  # a stream waits until the number is that large, counted in a circle of 32 bits
+_PEER_ACCESS = 1  # opened memory of another GPU is made reachable, where that is possible
+
+
+class CudaError(RuntimeError):
+    """The CUDA runtime refused a call."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_char * HANDLE_BYTES),)
+
+
+_POINTER = ctypes.c_void_p
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cudaMalloc": (ctypes.POINTER(_POINTER), ctypes.c_size_t),
+    "cudaFree": (_POINTER,),
+    "cudaMemGetInfo": (ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)),
+    "cudaMemcpyAsync": (_POINTER, _POINTER, ctypes.c_size_t, ctypes.c_int, _POINTER),
+    "cudaIpcGetMemHandle": (ctypes.POINTER(_Handle), _POINTER),
+    "cudaIpcOpenMemHandle": (ctypes.POINTER(_POINTER), _Handle, ctypes.c_uint),
+    "cudaIpcCloseMemHandle": (_POINTER,),
+    "cudaStreamSynchronize": (_POINTER,),
+    "cudaHostRegister": (_POINTER, ctypes.c_size_t, ctypes.c_uint),
+    "cudaHostUnregister": (_POINTER,),
+    "cudaHostGetDevicePointer": (ctypes.POINTER(_POINTER), _POINTER, ctypes.c_uint),
+    "cudaMemset": (_POINTER, ctypes.c_int, ctypes.c_size_t),
+    "cudaGetLastError": (),
+}
+
+
+def is_built() -> bool:
+    """Whether this torch was built for CUDA at all."""
+    return torch.version.cuda is not None
+
+
+class Runtime:
+    """The library, with a method for each call. What concerns one device is to be called with that device current."""
+
+    def __init__(self) -> None:
+        self._library = _find_library()
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+        self._library.cudaGetErrorString.argtypes = (ctypes.c_int,)
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        # Bound, since each message makes some of these.
+        self._copy = self._library.cudaMemcpyAsync
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._write_value = _stream_function(driver, "cuStreamWriteValue32")
+        self._wait_value = _stream_function(driver, "cuStreamWaitValue32")
+
+    def _check(self, code: int, what: str) -> None:
+        if code != _SUCCESS:
+            self._library.cudaGetLastError()
+            reason = self._library.cudaGetErrorString(code)
+            raise CudaError(f"{what}: {reason.decode(errors='replace') if reason else 'unknown'} (CUDA error {code})")
+
+    # --- memory ---
+
+    def allocate(self, nbytes: int) -> int:
+        """Memory of the current device, outside torch's own pool."""
+        pointer = _POINTER()
+        self._check(self._library.cudaMalloc(ctypes.byref(pointer), nbytes), f"allocating {nbytes} bytes")
+        return int(pointer.value or 0)
+
+    def free(self, address: int) -> None:
+        """Give memory back. Waits for what the device is doing."""
+        self._check(self._library.cudaFree(address), "freeing memory")
+
+    def total_memory(self) -> int:
+        """The bytes the current device has."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._check(self._library.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)), "asking for the memory")
+        return total.value
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy between any two places, on a stream."""
+        code = self._copy(target, source, nbytes, _DEFAULT_DIRECTION, stream)
+        if code:
+            self._check(code, f"copying {nbytes} bytes")
+
+    def export_memory(self, address: int) -> bytes:
+        """What another process opens this memory with."""
+        handle = _Handle()
+        self._check(self._library.cudaIpcGetMemHandle(ctypes.byref(handle), address), "exporting memory")
+        return bytes(handle)
+
+    def open_memory(self, handle: bytes) -> int:
+        """Memory of another process, mapped for the current device."""
+        pointer = _POINTER()
+        code = self._library.cudaIpcOpenMemHandle(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _PEER_ACCESS)
+        self._check(code, "opening memory of another process")
+        return int(pointer.value or 0)
+
+    def close_memory(self, address: int) -> None:
+        """Unmap memory of another process."""
+        self._check(self._library.cudaIpcCloseMemHandle(address), "closing memory of another process")
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Let the GPU copy to and from this host memory directly."""
+        flags = _FOR_ALL_DEVICES | _MAPPED
+        self._check(self._library.cudaHostRegister(address, nbytes, flags), f"pinning {nbytes} bytes")
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        self._check(self._library.cudaHostUnregister(address), "unpinning memory")
+
+    def seen_by_device(self, address: int) -> int:
+        """The address under which the GPU sees pinned memory."""
+        pointer = _POINTER()
+        code = self._library.cudaHostGetDevicePointer(ctypes.byref(pointer), address, 0)
+        self._check(code, "asking where the GPU sees host memory")
+        return int(pointer.value or 0)
+
+    def fill(self, address: int, byte: int, nbytes: int) -> None:
+        """Set device memory, at once."""
+        self._check(self._library.cudaMemset(address, byte, nbytes), f"setting {nbytes} bytes")
+
+    # --- streams ---
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """Once all that is on the stream now is done and can be seen, write a number to memory that the GPU sees."""
+        self._on_stream(self._write_value, stream, address, value)
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        """What comes on the stream from now on waits until the number there is that large. The caller does not."""
+        self._on_stream(self._wait_value, stream, address, value)
+
+    def _on_stream(self, function: Any, stream: int, address: int, value: int) -> None:
+        code = function(stream, address, value & 0xFFFFFFFF, _AT_LEAST)
+        if code == _NO_CONTEXT:  # the driver, unlike the runtime, does not look for one by itself
+            self._library.cudaFree(None)
+            code = function(stream, address, value & 0xFFFFFFFF, _AT_LEAST)
+        if code:
+            self._check(code, "a stream and a number in memory")
+
+    def synchronize(self, stream: int) -> None:
+        """Return when all work on a stream is done. Other threads run meanwhile."""
+        self._check(self._library.cudaStreamSynchronize(stream), "waiting for a stream")
+
+
+def _stream_function(driver: Any, name: str) -> Any:
+    function = getattr(driver, f"{name}_v2", None) or getattr(driver, name)
+    function.argtypes = (_POINTER, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    function.restype = ctypes.c_int
+    return function
+
+
+@functools.cache
+def runtime() -> Runtime:
+    """The runtime of this process. CudaError where there is none."""
+    return Runtime()
+
+
+def _find_library() -> Any:
+    """The runtime that torch has loaded: another copy of it would not know torch's streams."""
+    if torch.version.cuda is None:
+        raise CudaError("this torch was built without CUDA")
+    torch.cuda.init()  # type: ignore[no-untyped-call] # of torch's
+    try:
+        return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+    except OSError:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split()[-1] for line in maps if "libcudart" in line}
+        if not paths:
+            raise CudaError("torch's CUDA runtime library was not found in this process") from None
+        return ctypes.CDLL(paths.pop())

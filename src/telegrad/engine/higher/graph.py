@@ -1,0 +1,153 @@
+"""The graph of one worker in a pass whose gradients have a graph, or are wanted of some tensors only."""
+
+import functools
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from telegrad.autograd.functions import ANCHOR, Taker, taker
+from telegrad.engine.graph import Entered, Graph, Root
+from telegrad.engine.leaves import LeafSums, hooks_held
+
+
+@functools.cache
+def _expect_torchs_warning() -> None:
+    """torch warns, once in a process, of a cycle that `backward` with `create_graph` leaves. Here there is none: the
+    gradient is in `.grad` only until the engine call returns. So let it warn of a call of ours, unheard."""
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        leaf = torch.ones(1, requires_grad=True)
+        torch.autograd.backward([leaf * 1], create_graph=True)
+        leaf.grad = None
+
+
+class RecordedGraph(Graph):
+    """As `Graph`, with what a higher order needs. `captured` gets the gradients of `inputs`, by their keys."""
+
+    __slots__ = ("_create_graph", "_handles", "_inner", "_only", "_wanted", "captured")
+
+    def __init__(
+        self,
+        sends: Iterable[Entered],
+        taker: Taker,
+        retain_graph: bool,
+        *,
+        create_graph: bool,
+        inputs: Mapping[int, Tensor] | None,
+        recvs: Collection[Node],
+    ) -> None:
+        super().__init__(sends, taker, retain_graph)
+        self._create_graph = create_graph
+        self._only = inputs is not None  # no leaf gets a gradient but those asked for, and none keeps one
+        self._wanted: dict[int, GradientEdge] = {}
+        self._inner: tuple[GradientEdge, ...] = ()  # those among them that are no leaves
+        self._handles: list[Any] = []
+        self.captured: dict[int, Tensor] = {}
+        if create_graph:
+            _expect_torchs_warning()
+        if inputs is not None:
+            self._narrow(inputs, recvs)
+
+    def close(self) -> None:
+        """Take the hooks back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _narrow(self, inputs: Mapping[int, Tensor], recvs: Collection[Node]) -> None:
+        """Keep the part that leads to a Recv or to one of `inputs`; the edges out of it lead nowhere.
+
+        torch's engine narrows each of its calls in the same way, by what it is asked for. A tensor hook, the last of
+        its tensor, sees what `torch.autograd.grad` would return, in whichever way its node is visited.
+        """
+        for key, tensor in inputs.items():
+            edge = get_gradient_edge(tensor)
+            if edge.node in self.edges:
+                self._wanted[key] = edge
+                if tensor.grad_fn is not None:
+                    self._handles.append(tensor.register_hook(functools.partial(self._capture, key)))  # type: ignore[no-untyped-call]
+        needed = self._leading_to({edge.node for edge in self._wanted.values()} | {n for n in recvs if n in self.edges})
+        if ANCHOR.node in self.edges:
+            needed.add(ANCHOR.node)
+        self.edges = {
+            node: [(child if child in needed else None, position) for child, position in edges]
+            for node, edges in self.edges.items()
+            if node in needed
+        }
+        self.leaves = {node: leaf for node, leaf in self.leaves.items() if node in needed}
+        if self.parts is not None:
+            self.parts = [
+                ({node: None for node in inner if node in needed}, [node for node in ends if node in needed])
+                for inner, ends in self.parts
+            ]
+        self._inner = tuple([edge for edge in self._wanted.values() if edge.node not in self.leaves])
+
+    def _leading_to(self, ends: Collection[Node]) -> set[Node]:
+        parents: dict[Node, list[Node]] = {}
+        for node, edges in self.edges.items():
+            for child, _ in edges:
+                if child is not None:
+                    parents.setdefault(child, []).append(node)
+        found = set(ends)
+        stack = list(found)
+        while stack:
+            for parent in parents.get(stack.pop(), ()):
+                if parent not in found:
+                    found.add(parent)
+                    stack.append(parent)
+        return found
+
+    def _capture(self, key: int, gradient: Tensor) -> None:
+        if taker() == self._taker:  # else another engine call over the same graph
+            self.captured[key] = gradient
+
+    # --- running ---
+
+    def run_last(self, roots: list[Root]) -> None:
+        """Everything left; with `inputs`, for those alone: no leaf's node runs, but hooks of a leaf asked for do."""
+        if not self._only:
+            super().run_last(roots)
+            return
+        roots = [root for root in roots if root[0].node in self.edges]
+        for edge, gradient in roots:
+            if edge.node in self.leaves:
+                self._add(edge.node, gradient)
+        self.run_closed(self.edges, [root for root in roots if root[0].node not in self.leaves])
+        sums = self._sums
+        if sums is None:
+            return
+        wanted = {key: edge for key, edge in self._wanted.items() if edge.node in sums}
+        if wanted:
+            entry = (get_gradient_edge(sums.root()), torch.empty(0))
+            found = self._call([entry], tuple(wanted.values()), accumulate=False)
+            self.captured.update({key: total for key, total in zip(wanted, found, strict=True) if total is not None})
+
+    def _hand_over_large(self, roots: list[Root]) -> None:
+        if not self._create_graph:  # with a graph a leaf copies in any case
+            super()._hand_over_large(roots)
+
+    def _add(self, leaf: Node, part: Tensor | None) -> None:
+        if self._sums is None and self._create_graph:
+            self._sums = RecordedSums()
+        super()._add(leaf, part)
+
+    def _ask(self, leaves: Sequence[Node], roots: list[Root]) -> tuple[Tensor | None, ...]:
+        if not self._inner:
+            return super()._ask(leaves, roots)
+        wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR, *self._inner)
+        first = {edge.node for edge, _ in roots}
+        with hooks_held([self.leaves[leaf] for leaf in leaves], first):
+            return self._call(roots, wanted, accumulate=False)[: len(leaves)]
+
+
+class RecordedSums(LeafSums):
+    """Sums that are part of a graph: none is changed in place."""
+
+    def add(self, leaf: Node, part: Tensor | None) -> None:
+        """Add what arrived for a leaf."""
+        super().add(leaf, part)
+        self._owned.clear()

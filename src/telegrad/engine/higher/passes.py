@@ -1,0 +1,116 @@
+"""A worker's part in a pass beyond the first order, and the root's."""
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.functions import Gradients, RecvNode, Taker
+from telegrad.engine.graph import Entered, Graph
+from telegrad.engine.higher.graph import RecordedGraph
+from telegrad.engine.local_pass import Sends
+from telegrad.engine.passes import Pass, Roots
+from telegrad.engine.regions import Plan
+from telegrad.engine.root_pass import RootPass
+from telegrad.ids import MessageId, PassId, WorkerId
+from telegrad.rpc.client.pending import Slot
+from telegrad.wire.messages import PassDoneWithInputs
+
+if TYPE_CHECKING:
+    from telegrad.engine.higher.service import RecordingService
+
+
+class Recorded(Pass):
+    """What differs from a plain pass."""
+
+    service: "RecordingService"
+    create_graph = False
+    inputs: Mapping[WorkerId, int] | None = None  # of `grad`: of how many tensors each worker has to find the gradient
+    _higher: RecordedGraph | None = None
+    _recv_nodes: set[Node] = set()  # noqa: RUF012 - replaced, never changed
+
+    def of_kind(self, create_graph: bool, inputs: Mapping[WorkerId, int] | None) -> None:
+        """What kind of pass this is; before it begins."""
+        self.create_graph = create_graph
+        self.inputs = inputs
+        self.captured: dict[int, Tensor] = {}
+        # Messages of this very pass, which are no part of it: those that brought gradients with a graph.
+        self.own_messages: set[MessageId] = set()
+
+    @property
+    def has_inputs(self) -> int:
+        """How many tensors of this worker the gradients are asked of."""
+        return 0 if self.inputs is None else self.inputs.get(self.service.here, 0)
+
+    def begin(self, roots: Roots | None = None) -> None:
+        """Start, unless the root has yet to say of which tensors: then its last word on that does."""
+        if self.service.may_begin(self):
+            super().begin(roots)
+
+    def start(self, sends: Sends[MessageId], recvs: Iterable[RecvNode]) -> None:
+        """Walk the graph. What came in this very pass is no part of it."""
+        recvs = [recv for recv in recvs if recv.message_id not in self.own_messages]
+        self._recv_nodes = {recv.node for recv in recvs}
+        super().start(sends, recvs)
+
+    def _graph_type(self, sends: Iterable[Entered], taker: Taker, retain_graph: bool) -> Graph:
+        wanted = None if self.inputs is None else self.service.wanted(self)
+        self._higher = RecordedGraph(
+            sends, taker, retain_graph, create_graph=self.create_graph, inputs=wanted, recvs=self._recv_nodes
+        )
+        return self._higher
+
+    def _make_plan(self, graph: Graph) -> None:
+        if graph.parts is not None or self.inputs is None:
+            super()._make_plan(graph)
+            return
+        inside = {key: [e.node for e in send.edges if e.node in graph.edges] for key, send in self._sends.items()}
+        self._plan = plan = Plan(graph.edges, inside, self._untold)
+        for key in self._sends:
+            if key not in self._unheard:
+                plan.heard(key)
+
+    def run(self) -> None:
+        """Run what may run; the sums of gradients are recorded, too."""
+        with torch.enable_grad() if self.create_graph else contextlib.nullcontext():
+            super().run()
+
+    def _is_nearly_done(self, gradients: Gradients | None) -> bool:
+        return False  # each message with gradients is recorded by itself, so none goes with the answer
+
+    def _release(self) -> None:
+        if self._higher is not None:
+            self.captured = self._higher.captured
+            self._higher.close()
+            self._higher = None
+        super()._release()
+
+    def _end(self) -> None:
+        if self.inputs is not None:
+            self.service.settle(self)
+        super()._end()
+
+
+class RecordedPass(Recorded):
+    """A participant's part."""
+
+
+class RecordedRootPass(Recorded, RootPass):
+    """The root's part."""
+
+    def __init__(
+        self, service: "RecordingService", context: Context, pass_id: PassId, retain_graph: bool, timeout: float
+    ) -> None:
+        super().__init__(service, context, pass_id, retain_graph, timeout)
+        self.found: set[int] = set()  # the inputs elsewhere that have a gradient, by their position
+
+    def _take_answer(self, slot: Slot) -> None:
+        frame = slot.frame
+        if frame is not None and type(frame.message) is PassDoneWithInputs:
+            self.found.update(frame.message.found)
+            frame.message = frame.message.done
+        super()._take_answer(slot)

@@ -1,0 +1,215 @@
+"""A fuzzer that knows the secret: real frames of every message with something wrong, to a worker with all its layers.
+
+Nothing may crash, hang or leak, and honest calls go on. A short run here; `make chaos` sends a million frames.
+"""
+
+import contextlib
+import logging
+import os
+import random
+import select
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from telegrad import autograd, rpc
+from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.rpc.current import require_agent
+from telegrad.rpc.workers import Member
+from telegrad.transport.addresses import connect
+from telegrad.transport.handshake import DiallerHandshake, Hello
+from telegrad.transport.stream import receive_exactly
+from telegrad.wire.codec import EMPTY_CALL
+from telegrad.wire.frames import HEADER, Kind, encode_prefix
+from telegrad.wire.messages import PythonCall
+from tests.attacks.frames import MESSAGES, Frames
+from tests.cluster import end, join, process
+from tests.waiting import wait_until
+
+SECRET = "known to the one who lies"
+SHORT, LONG = 4_000, 1_000_000
+CHECK_EVERY = 50_000
+_BATCH = 10
+_PER_CONNECTION = 40 * _BATCH
+
+
+def alive() -> int:
+    return os.getpid()
+
+
+def victim(folder: str, exports_only: bool) -> None:
+    """The worker under attack; it ends gracefully when it is told."""
+    import torch
+
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
+    assert autograd is not None
+    rpc.export(alive)
+    limits = rpc.Limits(calls_per_second=1e9, running=10_000)
+    options = {
+        "secret": SECRET,
+        "exports_only": exports_only,
+        "limits": limits,
+        "rpc_timeout": 2.0,
+        "max_message_bytes": 1 << 16,
+    }
+    join("victim", 0, 1, f"file://{folder}/meeting", options)
+    Path(folder, "member-").write_bytes(msgspec.msgpack.encode(require_agent().member))
+    Path(folder, "member-").rename(Path(folder, "member"))
+    while not Path(folder, "end").exists():
+        time.sleep(0.02)
+    rpc.shutdown(timeout=30)
+    Path(folder, "ended").touch()
+
+
+class Attacker:
+    """One connection after the other to the worker."""
+
+    def __init__(self, member: Member, seed: int) -> None:
+        self.member = member
+        self.seed = seed
+        self.sent = 0
+        self.connections = 0
+        self.received = 0  # bytes of answers
+        self._incarnations = random.Random(seed)
+        self._sock: socket.socket | None = None
+        self.frames = Frames(seed, 0)
+
+    def dial(self, name: str = "fuzz", worker_id: int = 5) -> socket.socket:
+        """An authenticated connection."""
+        address = next(a for a in self.member.addresses if a.kind == "unix")
+        until = time.monotonic() + 30
+        while True:
+            sock = connect(address, 10.0)
+            try:
+                handshake = DiallerHandshake(SECRET.encode())
+                sock.sendall(handshake.opening)
+                incarnation = self._incarnations.getrandbits(40)
+                hello = Hello(worker_id, name, incarnation, self.member.incarnation, 1, False, "", ticket=bytes(16))
+                sock.sendall(handshake.answer(receive_exactly(sock, handshake.opening_answer_bytes), hello))
+                code, length = handshake.verdict_length(receive_exactly(sock, handshake.verdict_header_bytes))
+                handshake.verdict(code, receive_exactly(sock, length))
+            except (AuthenticationError, ProtocolError, OSError):
+                sock.close()
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+            else:
+                self.connections += 1
+                self.frames = Frames(self.seed + self.connections, incarnation)
+                return sock
+
+    def attack(self, frames: int) -> None:
+        """Send so many frames more."""
+        goal = self.sent + frames
+        while self.sent < goal:
+            if self._sock is None:
+                self._sock = self.dial()
+            elif self.sent % _PER_CONNECTION == 0:  # one that announces much and sends little swallows what follows
+                self.hang_up()
+                continue
+            batch = [self.frames.next()[0] for _ in range(_BATCH)]
+            self.sent += _BATCH
+            try:
+                self._send(self._sock, b"".join(batch))
+            except OSError:
+                self.hang_up()
+
+    def _send(self, sock: socket.socket, raw: bytes) -> None:
+        """Send, and read what comes meanwhile. TimeoutError if the worker takes nothing in for too long."""
+        view = memoryview(raw)
+        sock.setblocking(False)
+        until = time.monotonic() + 20
+        while view:
+            readable, writable, _ = select.select([sock], [sock], [], 1.0)
+            if readable:
+                answers = sock.recv(1 << 16)
+                if not answers:
+                    raise ConnectionResetError
+                self.received += len(answers)
+            if writable:
+                view = view[sock.send(view) :]
+                until = time.monotonic() + 20
+            assert time.monotonic() < until, "the worker reads nothing any more"
+
+    def hang_up(self) -> None:
+        """End the connection."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def honest_call(self) -> None:
+        """One that keeps to the protocol is served."""
+        from telegrad.rpc.trust.exports import definition_of
+
+        with self.dial("honest", 6) as sock:
+            sock.settimeout(10)
+            sock.sendall(
+                encode_prefix(Kind.REQUEST, 1, 0, PythonCall(1, definition_of("alive"), 5.0), (), (), 1)
+                + EMPTY_CALL.payload
+            )
+            while True:
+                header = HEADER.unpack(receive_exactly(sock, HEADER.size))
+                receive_exactly(sock, sum(header[3:6]))
+                if header[2] == Kind.REPLY:
+                    return
+                assert header[2] == Kind.NOTICE
+
+
+def footprint(pid: int) -> dict[str, float]:
+    """What the worker has of memory, descriptors and threads."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return {
+        "MB": int(status["VmRSS"].split()[0]) / 1024,
+        "files": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": int(status["Threads"]),
+    }
+
+
+def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
+    worker = process(victim, str(folder), exports_only)
+    try:
+        wait_until((folder / "member").exists, 30)
+        attacker = Attacker(msgspec.msgpack.decode((folder / "member").read_bytes(), type=Member), seed)
+        attacker.honest_call()
+        assert worker.pid is not None
+        attacker.attack(min(frames // 4, CHECK_EVERY))  # tables that are filled once
+        before = footprint(worker.pid)
+        while attacker.sent < frames:
+            attacker.attack(min(CHECK_EVERY, frames - attacker.sent))
+            attacker.honest_call()
+            now = footprint(worker.pid)
+            shown = f"{attacker.sent} frames in {attacker.connections} connections, {attacker.received} bytes answered"
+            print(f"{shown}: {now}", flush=True)
+            assert worker.is_alive()
+            assert now["threads"] < 150 and now["files"] < before["files"] + 50, now
+        attacker.hang_up()
+        assert attacker.received > 10 * attacker.sent, f"answers were few: {attacker.received} bytes"
+        assert footprint(worker.pid)["MB"] - before["MB"] < 60 + 40 * (frames / 100_000), "it grows with what is sent"
+        (folder / "end").touch()
+        wait_until((folder / "ended").exists, 60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            end([worker], patience=5)
+
+
+def test_every_message_is_fuzzed() -> None:
+    source = Frames(1, 1)
+    seen = {source.next()[1] for _ in range(3000)}
+    assert seen == set(MESSAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exports_only", [False, True], ids=["trusting", "exports"])
+def test_an_authenticated_fuzzer(tmp_path: Path, exports_only: bool) -> None:
+    run(tmp_path, SHORT, exports_only, seed=17)
+
+
+@pytest.mark.chaos
+@pytest.mark.long
+@pytest.mark.parametrize("exports_only", [False, True], ids=["trusting", "exports"])
+def test_a_million_frames(tmp_path: Path, exports_only: bool) -> None:
+    run(tmp_path, LONG // 2, exports_only, seed=random.getrandbits(32))

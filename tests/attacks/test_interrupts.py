@@ -1,0 +1,136 @@
+"""Interrupts at random moments, and children that are forked: nothing stays pending, nobody else is ended."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from telegrad import autograd, rpc
+from telegrad.rpc.current import require_agent
+from telegrad.rpc.threads import interrupts
+from tests.cluster import cluster
+from tests.waiting import wait_until
+
+SHORT, LONG = 40, 200
+
+
+def work(x: torch.Tensor, pause: float) -> torch.Tensor:
+    if pause:
+        time.sleep(pause)
+    return x * 2
+
+
+def _one(source: random.Random) -> None:
+    """One of the things that a program does, at whose random moment the interrupt comes."""
+    chance = source.random()
+    x = torch.ones(2, 2, requires_grad=True)
+    pause = source.choice((0.0, 0.0, 0.005))
+    if chance < 0.4:
+        rpc.rpc_sync("worker1", work, (x, pause), timeout=10)
+    elif chance < 0.5:
+        rpc.rpc_async("worker1", work, (x, pause), timeout=10).wait()
+    elif chance < 0.7:
+        rpc.remote("worker1", work, (x, pause), timeout=10).to_here()
+    else:
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("worker1", work, (x, pause), timeout=10)
+            autograd.backward(context_id, [y.sum()], timeout=10)
+
+
+def _interrupted(source: random.Random) -> bool:
+    """Work until the interrupt comes; whether it did."""
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(source.uniform(0.0, 0.02), signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    try:
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            _one(source)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        timer.join()
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(110)
+def test_interrupts_at_random_moments(long_profile: bool) -> None:
+    source = random.Random(11)
+    with cluster(2):
+        came = 0
+        for _ in range(LONG if long_profile else SHORT):
+            came += _interrupted(source)
+            begun = time.monotonic()
+            assert torch.equal(rpc.rpc_sync("worker1", work, (torch.ones(1), 0.0), timeout=5), torch.full((1,), 2.0))
+            assert time.monotonic() - begun < 5
+        assert came == (LONG if long_profile else SHORT)
+        wait_until(lambda: not require_agent().under_way(), 15)  # and the shutdown of this cluster is graceful
+
+
+def test_an_interrupted_join_leaves_nothing(tmp_path: object) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    before = signal.getsignal(signal.SIGINT)
+    for number in range(5):
+        threading.Timer(0.1 + 0.05 * number, signal.pthread_kill, (main, signal.SIGINT)).start()
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meeting{number}", rendezvous_timeout=20)
+        with pytest.raises(KeyboardInterrupt):
+            rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+    options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/last")
+    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+    rpc.shutdown(timeout=10)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_where_an_interrupt_may_be_raised() -> None:
+    assert interrupts.may_interrupt(sys._getframe())
+    seen = []
+    interrupts.interruptible(lambda: None)
+
+    def look(seconds: float) -> None:
+        seen.append(interrupts.may_interrupt(sys._getframe()))
+
+    original, time.sleep = time.sleep, look  # type: ignore[assignment]
+    try:
+        interrupts.pause(0)
+    finally:
+        time.sleep = original
+    assert seen == [True]
+
+
+FORKS = """
+import os, sys, torch, telegrad
+from telegrad import rpc
+
+def who():
+    return os.getpid()
+
+if __name__ == "__main__":
+    with telegrad.local_cluster(workers=2, show_output=False) as cluster:
+        first = rpc.rpc_sync("worker1", who)
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        assert rpc.rpc_sync("worker1", who, timeout=10) == first
+    print("ended well")
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_ends_nobody(tmp_path: object) -> None:
+    """A child that called `sys.exit` ended the workers of its parent."""
+    path = os.path.join(str(tmp_path), "program.py")
+    with open(path, "w") as file:
+        file.write(FORKS)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0 and "ended well" in done.stdout, done.stderr
