@@ -121,12 +121,12 @@ with ray_cluster(workers=WORKERS, resources={"CPU": 0.5}, max_restarts=-1) as cl
 """
 
 
-def run(program: str, tmp_path: Path, *arguments: str) -> dict[str, object]:
+def run(program: str, tmp_path: Path, *arguments: str, seconds: float = 220) -> dict[str, object]:
     script = tmp_path / "program.py"
     script.write_text(HEAD + program + TAIL)
     environment = {**os.environ, "RAY_DEDUP_LOGS": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("REPORT "))
     report: dict[str, object] = json.loads(line.removeprefix("REPORT "))
@@ -155,7 +155,7 @@ def test_a_program_of_ones_own_joins(tmp_path: Path) -> None:
 
 def test_training_goes_on_while_actors_are_killed(tmp_path: Path, long_profile: bool) -> None:
     kills = int(os.environ.get("TELEGRAD_RAY_KILLS", "30" if long_profile else "3"))
-    report = run(CHAOS, tmp_path, str(kills))
+    report = run(CHAOS, tmp_path, str(kills), seconds=160 + 20 * kills)
     right = report["right"]
     assert isinstance(right, int) and right >= 2 * kills
     slowest = report["slowest"]
