@@ -26,7 +26,7 @@ demo: $(VENV)/.installed-demo  ## train a small network over three local workers
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: check  ## check, then all tests (short profile)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --durations=20 $(ARGS)
 
 check: $(VENV)/.installed-dev  ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .
