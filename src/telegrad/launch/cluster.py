@@ -38,6 +38,11 @@ class Cluster:
 
     After `start_restarting`, a worker that ends otherwise than by a shutdown is started again by the thread that saw
     it end; the lock guards the table of processes against that thread.
+
+    Example:
+        >>> with telegrad.local_cluster(workers=3) as cluster:
+        ...     cluster.others
+        ('worker1', 'worker2')
     """
 
     def __init__(self, names: Sequence[str], show_output: bool, env: Mapping[str, str]) -> None:
@@ -232,6 +237,11 @@ def local_cluster(
             unless it was durable (see `telegrad.durable`).
         dashboard: whether to serve a live page of the job; its address is printed, and is `cluster.dashboard`.
         shutdown_timeout: seconds that calls under way at the end of the block may still take, before ShutdownError.
+
+    Example:
+        >>> with telegrad.local_cluster(workers=2):
+        ...     rpc.rpc_sync("worker1", pow, (2, 3))
+        8
     """
     names = tuple(f"worker{rank}" for rank in range(workers)) if names is None else tuple(names)
     if not names or len(set(names)) != len(names):

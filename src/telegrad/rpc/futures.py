@@ -26,7 +26,13 @@ S = TypeVar("S")
 
 
 class Future(torch.futures.Future[T]):
-    """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`."""
+    """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", pow, (2, 3))
+        >>> future.then(lambda done: done.wait() + 1).wait()
+        9
+    """
 
     # Where the reply will come; dropped at completion. No closure: each object that a call in flight leaves behind is
     # one more for the garbage collector to walk.

@@ -31,7 +31,11 @@ _HURRY = 0.05
 class Tls(NamedTuple):
     """Certificates for connections between hosts: this worker's own, its key, and the authority that all trust.
 
-    The certificate's common name, or one of its DNS names, is the worker's name."""
+    The certificate's common name, or one of its DNS names, is the worker's name.
+
+    Example:
+        >>> tls = rpc.Tls(cert="worker0.crt", key="worker0.key", ca="job.crt")
+    """
 
     cert: str
     key: str
