@@ -65,7 +65,7 @@ class Part:
     lock: threading.Lock = field(default_factory=threading.Lock)
     guard: threading.Lock = field(default_factory=threading.Lock)
     spare: State | None = None  # a copy that is not needed any more: its memory is
-    sending: int = 0  # copies on their way, whose memory must not be written over
+    sending: set[Snapshot] = field(default_factory=set)  # on their way: their memory must not be written over
 
     # --- values ---
 
@@ -116,8 +116,7 @@ class Part:
         """Forget what is older than a snapshot, except for the memory."""
         with self.guard:
             forgotten = self.holdings.commit(epoch, snapshot)
-            if forgotten and not self.sending:
-                self.spare = forgotten[0]
+            self.spare = next((state for old, state in forgotten.items() if old not in self.sending), self.spare)
 
     # --- quiet ---
 

@@ -67,7 +67,7 @@ def take(
         state = part.state()
         with part.guard:
             part.holdings.take(epoch, snapshot, state)
-            part.sending += 1
+            part.sending.add(snapshot)
     agent.io_threads.submit(lambda: _send_on(agent, part, epoch, snapshot, holders, folder, driver, seconds))
 
 
@@ -100,7 +100,7 @@ def _send_on(
         _complain(agent, part, snapshot, driver, error, seconds)
     finally:
         with part.guard:
-            part.sending -= 1
+            part.sending.discard(snapshot)
 
 
 def _complain(agent: Agent, part: Part, snapshot: Snapshot, driver: str, error: Exception, seconds: float) -> None:
