@@ -148,6 +148,8 @@ class Parts(Layer):
     def __init__(self) -> None:
         self.by_run: dict[str, Part] = {}
         self.waiting: dict[str, list[tuple[str, int]]] = {}  # what the driver of a run waits for
+        # Runs that are driven from here, and who hears what members tell of them; None before the first step.
+        self.driven: dict[str, Callable[[str, str, Snapshot], None] | None] = {}
         self.closed = False  # whether a run was closed here by its driver
 
     def waits(self) -> Sequence[tuple[str, int]]:
