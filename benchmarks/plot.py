@@ -1,4 +1,4 @@
-"""The picture for the README: how many times faster than torch.distributed.rpc, case by case, with bar and aim."""
+"""The picture for the README: how many times faster than torch.distributed.rpc, case by case."""
 
 from __future__ import annotations
 
@@ -24,33 +24,21 @@ def draw(records: Sequence[Record], machine: Record, path: Path) -> bool:
         [max(0.0, ratio["median"] - ratio["low"]) for ratio in ratios],
         [max(0.0, ratio["high"] - ratio["median"]) for ratio in ratios],
     ]
+    longest = max(ratio["median"] for ratio in ratios)  # one wild round must not squeeze all the bars
     figure, axes = pyplot.subplots(figsize=(9, 0.36 * len(drawn) + 1.6))
     axes.barh(
         places, [ratio["median"] for ratio in ratios], xerr=errors, color="#3b7dd8", ecolor="#7f8c9b", height=0.62
     )
-    axes.scatter(
-        [record["bar"] for record in drawn], places, marker="|", s=180, color="#b3261e", label="at least", zorder=3
-    )
-    aims = [(record["aim"], place) for place, record in zip(places, drawn, strict=True) if record["aim"]]
-    if aims:
-        axes.scatter(
-            [aim for aim, _ in aims],
-            [place for _, place in aims],
-            marker="|",
-            s=180,
-            color="#2e7d32",
-            label="aim",
-            zorder=3,
-        )
+    for place, ratio in zip(places, ratios, strict=True):
+        right = max(ratio["median"], min(ratio["high"], 1.22 * longest))
+        axes.text(right + 0.01 * longest, place, f" {ratio['median']:.1f}x", va="center", fontsize=9)
     axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.annotate("as fast as torch", (1.0, -0.6), xytext=(4, 0), textcoords="offset points", fontsize=8)
     axes.set_yticks(places, [record["title"] for record in drawn])
-    axes.set_ylim(len(drawn) - 0.4, -0.6)
-    # One wild round must not squeeze all the bars.
-    longest = max([ratio["median"] for ratio in ratios] + [record["aim"] or record["bar"] for record in drawn])
-    axes.set_xlim(0, 1.2 * longest)
-    axes.set_xlabel("times faster than torch.distributed.rpc (whiskers: rounds)")
+    axes.set_ylim(len(drawn) - 0.4, -1.0)
+    axes.set_xlim(0, 1.35 * longest)
+    axes.set_xlabel("times as fast as torch.distributed.rpc; the grey lines span the rounds of the run")
     axes.set_title(f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}", fontsize=9)
-    axes.legend(loc="lower right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@
     |-- UnknownWorker (ValueError)         no such name, rank or id
     |-- InvalidName (ValueError)  what was given cannot be the name of a worker
     |-- RpcTimeout (TimeoutError)  a deadline passed: names what was waited for
+    |-- CallCancelled             the call was cancelled by `Future.cancel`, or by cancelling what awaited it
     |-- WorkerDied (ConnectionError)       a worker closed or fell silent: names it and what it was asked
     |-- AuthenticationError       a peer could not prove that it knows the job's secret, or there is none to prove
     |-- ProtocolError             a peer sent bytes that are not a valid message; that connection is closed
@@ -67,6 +68,10 @@ class InvalidName(TelegradError, ValueError):
 
 class RpcTimeout(TelegradError, TimeoutError):
     """A deadline passed before what was waited for arrived."""
+
+
+class CallCancelled(TelegradError):
+    """Nobody waits for the call any more, because its caller said so."""
 
 
 class WorkerDied(TelegradError, ConnectionError):

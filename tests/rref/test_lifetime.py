@@ -2,7 +2,7 @@
 
 import pytest
 
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, PeerId, RRefId, make_id
 from telegrad.rref.actions import (
     FailValue,
     Forget,
@@ -18,7 +18,6 @@ from telegrad.rref.actions import (
 )
 from telegrad.rref.lifetime import Leak
 from telegrad.rref.owner_ledger import OwnerLedger
-from telegrad.rref.peers import PeerId, make_id
 from telegrad.rref.user_ledger import UserLedger
 
 OWNER, A, B, C = (PeerId(n) for n in range(4))  # the owner and three users

@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, PeerId, RRefId, make_id
 from telegrad.rref import actions as lt
 from telegrad.rref.owner_ledger import OwnerLedger
-from telegrad.rref.peers import PeerId, make_id
 from telegrad.rref.user_ledger import UserLedger
 
 WORKERS = [PeerId(n) for n in range(4)]

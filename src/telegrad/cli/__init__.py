@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from telegrad import __version__
 
@@ -23,18 +24,26 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script on several local workers",
         description="Run a Python script on several local workers. Each finds RANK, WORLD_SIZE, LOCAL_RANK, "
         "MASTER_ADDR, MASTER_PORT, TELEGRAD_NAME and TELEGRAD_SECRET in its environment, so rpc.init_rpc(name) "
-        "needs nothing more. Output is shown under each worker's name. The first failure ends all, and its status "
-        "is the command's.",
+        "needs nothing more. Output is shown under each worker's name. A worker that fails is started again, if "
+        "--max-restarts allows; then its failure ends all, and its status is the command's.",
     )
     run.add_argument("-n", "--workers", type=_positive, default=2, metavar="N", help="how many workers (default: 2)")
     run.add_argument(
         "--name-prefix", default="worker", metavar="NAME", help="workers are NAME0, NAME1, ... (default: worker)"
+    )
+    run.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a worker that fails again, up to N times, while the others go on (default: 0)",
     )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="go to the script")
     run.set_defaults(command=_run)
 
+    _add_watching(commands)
     doctor = commands.add_parser(
         "doctor",
         help="check this machine and measure what its ways of talking cost",
@@ -44,11 +53,54 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_watching(commands: Any) -> None:
+    trace = commands.add_parser(
+        "trace",
+        help="run a script and record a timeline of all its workers",
+        description="Run a script and record what all its workers do, into one file for https://ui.perfetto.dev.",
+    )
+    trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="default: trace.json")
+    dashboard = commands.add_parser(
+        "dashboard",
+        help="run a script with a live page, or find the pages of jobs that run here",
+        description="Run a script with a live page; without a script, print the addresses of the pages that run here.",
+    )
+    dashboard.add_argument("--listen", metavar="HOST:PORT", help="default: a free port of the loopback address")
+    for parser, needed in ((trace, True), (dashboard, False)):
+        parser.add_argument(
+            "-n", "--workers", type=_positive, metavar="N", help="as with `run`; by default the script starts its own"
+        )
+        parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
+        parser.add_argument("script", metavar="SCRIPT", nargs=None if needed else "?")
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="go to the script")
+        parser.set_defaults(command=_watch, watch=parser.prog.split()[-1])
+    top = commands.add_parser("top", help="show a running job in the terminal", description="Show a running job.")
+    top.add_argument("url", nargs="?", metavar="URL", help="of its dashboard; default: the latest on this host")
+    top.add_argument("--once", action="store_true", help="print once and end")
+    top.set_defaults(command=_watch, watch="top")
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from telegrad.cli import watch
+    from telegrad.errors import TelegradError
+
+    try:
+        return int(getattr(watch, options.watch)(options))
+    except TelegradError as error:
+        sys.stderr.write(f"telegrad {options.watch}: {error}\n")
+        return 1
+
+
 def _run(options: argparse.Namespace) -> int:
     from telegrad.launch.script import run_script
 
     script = ["-m", options.script] if options.module else [options.script]
-    return run_script(options.workers, [*script, *options.arguments], name_prefix=options.name_prefix)
+    return run_script(
+        options.workers,
+        [*script, *options.arguments],
+        name_prefix=options.name_prefix,
+        max_restarts=options.max_restarts,
+    )
 
 
 def _doctor(_: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from telegrad import rpc
 from telegrad.errors import AlreadyInitialized, RendezvousError
 from telegrad.launch.processes import Supervised, describe_status, end, say
 from telegrad.launch.worker import BOOT, READY, Orders, send_orders
-from telegrad.rpc.current import current_agent
+from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.threads.cores import variables_for
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
@@ -38,10 +38,16 @@ class Cluster:
 
     After `start_restarting`, a worker that ends otherwise than by a shutdown is started again by the thread that saw
     it end; the lock guards the table of processes against that thread.
+
+    Example:
+        >>> with telegrad.local_cluster(workers=3) as cluster:
+        ...     cluster.others
+        ('worker1', 'worker2')
     """
 
     def __init__(self, names: Sequence[str], show_output: bool, env: Mapping[str, str]) -> None:
         self.names = tuple(names)
+        self.dashboard = ""  # the address of its live page, if it has one
         self._owner = os.getpid()
         self._processes: dict[str, Supervised] = {}
         self._lines: dict[str, socket.socket] = {}
@@ -191,6 +197,16 @@ class Cluster:
 
 
 @contextlib.contextmanager
+def _page(cluster: Cluster) -> Iterator[None]:
+    from telegrad.observe.live.page import serving  # noqa: PLC0415 - with packages that only this needs
+
+    with serving(require_agent()) as page:
+        cluster.dashboard = page.url
+        print(f"the dashboard is at {page.url}", flush=True)
+        yield
+
+
+@contextlib.contextmanager
 def local_cluster(
     workers: int = 3,
     *,
@@ -200,6 +216,7 @@ def local_cluster(
     env: Mapping[str, str] | None = None,
     show_output: bool = True,
     restart: bool = False,
+    dashboard: bool = False,
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
 ) -> Iterator[Cluster]:
     """Make this process `worker0` of a job with `workers - 1` fresh processes beside it, for the length of a block.
@@ -218,7 +235,13 @@ def local_cluster(
         show_output: whether what the workers print is shown.
         restart: whether a worker that is killed or crashes is started again, under its name. What it held is lost
             unless it was durable (see `telegrad.durable`).
+        dashboard: whether to serve a live page of the job; its address is printed, and is `cluster.dashboard`.
         shutdown_timeout: seconds that calls under way at the end of the block may still take, before ShutdownError.
+
+    Example:
+        >>> with telegrad.local_cluster(workers=2):
+        ...     rpc.rpc_sync("worker1", pow, (2, 3))
+        8
     """
     names = tuple(f"worker{rank}" for rank in range(workers)) if names is None else tuple(names)
     if not names or len(set(names)) != len(names):
@@ -238,7 +261,8 @@ def local_cluster(
         rpc.init_rpc(names[0], rank=0, world_size=len(names), rpc_backend_options=options)
         if restart:
             cluster.start_restarting()
-        yield cluster
+        with _page(cluster) if dashboard else contextlib.nullcontext():
+            yield cluster
         cluster.stop_restarting()
         if current_agent() is not None:  # the block may have called rpc.shutdown() itself
             rpc.shutdown(timeout=shutdown_timeout)

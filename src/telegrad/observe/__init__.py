@@ -10,6 +10,7 @@ Nothing here costs anything until it is used; most of it is loaded only then.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from telegrad.observe.automatic import install as install_automatic
 from telegrad.observe.profiling.merging import install as install_profiling
 from telegrad.observe.profiling.remote import Profiler
 from telegrad.observe.service import Observation
@@ -18,11 +19,12 @@ from telegrad.rpc.job.debug_waits import Waits
 
 if TYPE_CHECKING:
     from telegrad.observe.explanation import explain
+    from telegrad.observe.spans import trace_calls
     from telegrad.observe.timeline.recording import record
 
-__all__ = ["explain", "install", "record"]
+__all__ = ["explain", "install", "record", "trace_calls"]
 
-_LAZY = {"explain": "explanation", "record": "timeline.recording"}
+_LAZY = {"explain": "explanation", "record": "timeline.recording", "trace_calls": "spans"}
 
 
 def __getattr__(name: str) -> Any:
@@ -42,3 +44,4 @@ def install(agent: Agent) -> None:
     agent.install(Profiler(agent))
     agent.layer(Waits).describe = _explain  # what SIGUSR1 prints
     install_profiling()
+    install_automatic(agent)

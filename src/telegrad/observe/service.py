@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 
 from telegrad import trace
-from telegrad.errors import ProtocolError
+from telegrad.errors import ProtocolError, TelegradError
 from telegrad.observe.metrics import Metrics
 from telegrad.observe.timeline.events import AnyEvent, Batch, encode, readable, thread_names
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
-from telegrad.wire.messages import Observe, Observed
+from telegrad.wire.messages import Observe, Observed, RpcWithTrace
 
 LIVE = "live"  # who watches counters only: no events are kept for it
 _MOST_KEPT = trace.CAPACITY
@@ -138,7 +138,19 @@ class Observation(Layer):
 
     def messages(self) -> Mapping[type[Any], Served]:
         """Questions of those who watch."""
-        return {Observe: Served(self._serve, counts_as_work=False)}
+        return {Observe: Served(self._serve, counts_as_work=False), RpcWithTrace: Served(self._serve_traced)}
+
+    def _serve_traced(self, request: Request) -> None:
+        """A call that came with a trace context: within a span, where OpenTelemetry is installed."""
+        message = request.message
+        assert type(message) is RpcWithTrace
+        request.message = message.call
+        try:
+            tracing = _load("spans").tracing_of(self.agent)
+        except TelegradError:
+            request.session.serve(request)
+        else:
+            tracing.serve(request, message)
 
     def _serve(self, request: Request) -> None:
         message = request.message

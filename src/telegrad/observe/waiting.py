@@ -213,7 +213,9 @@ class _Graph:
                 late = sorted(
                     {self.name_of(w) for _, w, _ in self._passes.get(thread.awaits_pass, []) if w is not None}
                 )
-                others = [name for name in late if name != report.name] or [report.name]
+                others = [name for name in late if name != report.name]
+                if not others:
+                    continue  # it runs its own part
                 text = (
                     f"{report.name} ({_who(thread)}) waits for the end of the backward pass of context "
                     f"{thread.awaits_pass}{_where(thread)}; not done: {', '.join(others)}."

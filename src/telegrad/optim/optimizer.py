@@ -42,6 +42,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     trainer or others, are each applied whole on each owner, in no set order among owners.
 
     It is a `torch.optim.Optimizer` to learning-rate schedulers and to anything else that reads `param_groups`.
+
+    Example:
+        >>> layer = RemoteModule("worker1", torch.nn.Linear, args=(2, 1))
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, layer.remote_parameters(), lr=0.1)
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, [layer(torch.ones(1, 2)).sum()])
+        ...     optimizer.step(context_id)
     """
 
     def __init__(

@@ -142,7 +142,10 @@ def start_request(
         for wrap in agent.layers.wrap_call:
             wrapped = wrap(link.member.worker_id, message, packed.tensors)
             if wrapped is not None:
-                message, on_reply = wrapped
+                message, outer = wrapped
+                if on_reply is not None:
+                    outer.inner = on_reply  # type: ignore[attr-defined] # of layers that wrap what others wrapped
+                on_reply = outer
         if around is not None:
             message, on_reply = around(message, on_reply)
         agent.runtime.calls_made += 1
@@ -306,6 +309,10 @@ def rpc_sync(
         retries: how often to run the call again if the worker dies meanwhile; only for functions that may run twice.
 
     Raises what `func` raises, as its own type; RpcTimeout at the deadline; WorkerDied if the worker is lost.
+
+    Example:
+        >>> rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+        tensor([2., 2.])
     """
     check_call(func, args, kwargs)
     agent = running.agent or require_agent()
@@ -387,7 +394,13 @@ def rpc_async(
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
-    """Like `rpc_sync`, but returns a Future at once; it can be waited for, awaited, and given callbacks."""
+    """Like `rpc_sync`, but returns a Future at once; it can be waited for, awaited, and given callbacks.
+
+    Example:
+        >>> futures = [rpc.rpc_async("worker1", pow, (n, 2)) for n in range(3)]
+        >>> [future.wait() for future in futures]
+        [0, 1, 4]
+    """
     check_call(func, args, kwargs)
     agent = running.agent or require_agent()
     link = link_to(agent, to)

@@ -26,7 +26,13 @@ S = TypeVar("S")
 
 
 class Future(torch.futures.Future[T]):
-    """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`."""
+    """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", pow, (2, 3))
+        >>> future.then(lambda done: done.wait() + 1).wait()
+        9
+    """
 
     # Where the reply will come; dropped at completion. No closure: each object that a call in flight leaves behind is
     # one more for the garbage collector to walk.
@@ -60,6 +66,20 @@ class Future(torch.futures.Future[T]):
         if self.made is not None:
             order.follow(self.made)
         return cast(T, torch._C.Future.wait(self))
+
+    def cancel(self) -> bool:
+        """Wait for the call no longer: the future fails with CallCancelled, and the worker is told.
+
+        There, a call that has not begun never begins, a coroutine is cancelled, and a function that runs can ask
+        `rpc.cancelled()`. Returns False, and does nothing, if the call is done, or the future is not that of a call.
+
+        Example:
+            >>> future = rpc.rpc_async("worker1", time.sleep, (0.1,))
+            >>> future.cancel()
+            True
+        """
+        awaited = self.awaited
+        return awaited is not None and bool(awaited.link.cancel(awaited))
 
     def value(self) -> T:
         """The value of a future that is done; raises what the call raised."""
@@ -137,7 +157,11 @@ class Future(torch.futures.Future[T]):
                 loop.call_soon_threadsafe(wake)
 
         self._add_callback(finished)
-        yield from done.__await__()
+        try:
+            yield from done.__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
         return self.value()
 
     def __del__(self) -> None:

@@ -47,7 +47,9 @@ class Served(NamedTuple):
 
 
 class OnReply(Protocol):
-    """What a layer does about the reply of a call it wrapped. Called once, or never if the call fails."""
+    """What a layer does about the reply of a call it wrapped. Called once, or never if the call fails.
+
+    If a layer below had wrapped the call before, what that one does is put here as `inner`, to be called by this."""
 
     def __call__(self, message: AnyMessage, tensors: list[torch.Tensor]) -> tuple[AnyMessage, list[torch.Tensor]]:
         """The reply came: the inner reply, and the tensors to unpack it with."""

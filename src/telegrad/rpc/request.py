@@ -36,6 +36,11 @@ class AnswersTo(Protocol):
     plain: bool  # whether values travel as plain data alone, since the caller is not trusted
     audit: Any  # what keeps a record of what leaves; None for none
 
+    cancellations: Any  # of the caller's requests; None if there are none
+
+    def cancelling(self) -> Any:
+        """What was cancelled of the caller's requests."""
+
     @property
     def placement(self) -> Placement:
         """Where tensors go on other workers."""

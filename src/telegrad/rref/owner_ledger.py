@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, PeerId, RRefId, maker_of
 from telegrad.rref.actions import (
     Action,
     Actions,
@@ -21,7 +21,6 @@ from telegrad.rref.actions import (
     SendFlush,
 )
 from telegrad.rref.lifetime import Leak
-from telegrad.rref.peers import PeerId, maker_of
 
 
 class _Owned(msgspec.Struct):

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from telegrad.errors import RRefError, SerializationError, WorkerDied
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, PeerId, RRefId, show_id
 from telegrad.rpc.packing import Crossing, discard, local
+from telegrad.rpc.workers import peer_of
 from telegrad.rref.handles import Handle, OwnerHandle, UserHandle
 from telegrad.rref.loan import receiver
 from telegrad.rref.outcome import Outcome
-from telegrad.rref.peers import PeerId, peer_of, show_id
 from telegrad.rref.reference import RRef
 from telegrad.rref.references import References
 from telegrad.wire.codec import unpack

@@ -19,7 +19,7 @@ from telegrad.observe.asking import ask_all
 from telegrad.observe.explanation import look
 from telegrad.observe.metrics import LinkCount, percentile
 from telegrad.observe.service import LIVE, observation_of
-from telegrad.observe.snapshot import Snapshot, decode, snapshot
+from telegrad.observe.snapshot import Snapshot, decode
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.workers import Member
 
@@ -111,7 +111,8 @@ class Board:
         before = self._latest
         found = {i: decode(data) for i, data in ask_all(agent, alive, "snapshot").items() if data is not None}
         if any(m.incarnation == agent.member.incarnation for m in alive):
-            found[agent.member.incarnation] = snapshot(observation_of(agent))
+            # Through its encoded form: the counters themselves go on.
+            found[agent.member.incarnation] = decode(observation_of(agent).answer("snapshot", b""))
         self._previous, self._latest = before, {**before, **found}
         state = self._describe(set(found))
         with self._changed:
@@ -162,7 +163,10 @@ class Board:
             "context_count": len({c.context for s in living for c in s.contexts}),
             "passes": _passes(living, names),
             "waits": [edge._asdict() for edge in explanation.edges[: 4 * _MOST_ROWS]],
-            "explanation": explanation.paragraphs[:_MOST_TEXT],
+            # Workers that only serve wait at the barrier of their shutdown: no news on a page.
+            "explanation": [text for text in explanation.paragraphs if not text.startswith("At a barrier")][
+                :_MOST_TEXT
+            ],
             "deadlocks": explanation.deadlocks,
             "recent": self._recent(),
         }

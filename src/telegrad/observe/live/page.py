@@ -13,12 +13,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from importlib import resources
-from typing import Any
 
 from telegrad.errors import TelegradError
 from telegrad.observe.live.board import Board
+from telegrad.observe.live.jobs import announced
+from telegrad.rpc.agent import Agent
 
 try:
     import uvicorn
@@ -158,14 +159,15 @@ def _asset(name: str) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(agent: Any, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> Any:
+def serving(agent: Agent, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> Iterator[Page]:
     """A board of the job that an agent belongs to, and its page, for the length of a block."""
     board = Board(agent)
     board.start()
     page = Page(board, host, port, token)
     try:
         page.start()
-        yield page
+        with announced(page.url, agent.info.name):
+            yield page
     finally:
         page.close()
         board.close()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from telegrad import trace
 from telegrad.cuda import order
-from telegrad.errors import ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
+from telegrad.errors import CallCancelled, ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
@@ -29,7 +29,7 @@ from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import Kind
-from telegrad.wire.messages import AnyMessage, Ping
+from telegrad.wire.messages import AnyMessage, CancelCall, Ping
 from telegrad.wire.small import describe_small
 from telegrad.wire.tensors import describe
 
@@ -349,10 +349,30 @@ class Link:
         text = f"{self.dead} It was asked: {slot.what()}."
         return WorkerDied(text, worker=self.member.name, incarnation=self.member.incarnation)
 
+    def cancel(self, slot: Slot) -> bool:
+        """The caller no longer wants the reply. False if it has it, or is about to."""
+        if self.pending.give_up(slot.request_id) is None:
+            return False
+        self.left_by_caller(slot)
+        slot.error = CallCancelled(f"{slot.what()} was cancelled")
+        self.replies.settle([slot])
+        return True
+
+    def left_by_caller(self, slot: Slot) -> None:
+        """Nobody waits for this request any more: tell the worker, with the next message or a few ms later."""
+        connection = self.current
+        if connection is not None:
+            try:
+                connection.send(Kind.NOTICE, 0, self.pending.lowest(), CancelCall(slot.request_id), hold=True)
+                self.runtime.delayed_flush.within(LAZY, connection)
+            except (OSError, ValueError):
+                log.debug("%s was not told that a call is no longer waited for", self.member.name)
+
     def expire(self) -> None:
         """The timer: a deadline of a future may have passed."""
         late, again = self.pending.expired(time.monotonic())
         for slot in late:
+            self.left_by_caller(slot)
             slot.error = self.timeout_error(slot)
         self.replies.settle(late)
         if again != FOREVER:

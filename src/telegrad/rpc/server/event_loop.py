@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from telegrad.errors import CallCancelled
+
 Result = Callable[[Any], None]
 Failure = Callable[[BaseException], None]
 
@@ -15,7 +17,7 @@ class EventLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop keeps no strong reference; its thread alone touches it
+        self._tasks: set[asyncio.Task[Any]] = set()  # the loop keeps no strong reference; its thread alone touches it
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -29,21 +31,27 @@ class EventLoop:
 
     def run(
         self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context, done: Result, failed: Failure
-    ) -> None:
-        """Await a coroutine in a context of its own and pass on what comes of it."""
+    ) -> Callable[[], object]:
+        """Await a coroutine in a context of its own and pass on what comes of it; what is returned cancels it."""
+        task: asyncio.Task[Any] | None = None
 
-        async def await_and_pass_on() -> None:
+        def start() -> None:
+            nonlocal task
+            task = self._loop.create_task(coroutine, context=context)
+            self._tasks.add(task)
+            task.add_done_callback(pass_on)
+
+        def pass_on(task: "asyncio.Task[Any]") -> None:
+            self._tasks.discard(task)
             try:
-                done(await coroutine)
+                done(task.result())
+            except asyncio.CancelledError:
+                failed(CallCancelled("the coroutine was cancelled"))
             except BaseException as error:
                 failed(error)
 
-        def start() -> None:
-            task = self._loop.create_task(await_and_pass_on(), context=context)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
         self._loop.call_soon_threadsafe(start)
+        return lambda: self._loop.call_soon_threadsafe(lambda: task is None or task.cancel())
 
     def close(self) -> None:
         """Cancel what still runs and end the thread."""

@@ -18,7 +18,7 @@ from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.event_loop import EventLoop, Failure, Result
 from telegrad.wire.codec import is_flat, pack_flat, unpack
-from telegrad.wire.messages import PythonCall, PythonRemoteCall, PythonReply
+from telegrad.wire.messages import CancelCall, PythonCall, PythonRemoteCall, PythonReply
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
 
@@ -33,15 +33,15 @@ class CallService(Layer):
         self._lock = threading.Lock()  # guards the making of the loop
 
     def messages(self) -> Mapping[type[Any], Served]:
-        """Calls."""
-        return {PythonCall: Served(self._serve)}
+        """Calls, and word that nobody waits for one any more."""
+        return {PythonCall: Served(self._serve), CancelCall: Served(_serve_cancel, counts_as_work=False)}
 
     def _serve(self, request: Request) -> None:
         message = request.message
         assert type(message) is PythonCall
         result = self.run(request, message)
         if type(result) is Later:
-            result.give_to(functools.partial(self._reply_with, request), request.fail)
+            result.give_to(functools.partial(self._reply_with, request), request.fail, request)
             return
         packed = pack_flat(result)
         if packed is None:
@@ -90,6 +90,8 @@ class CallService(Layer):
         # Nothing but the function itself may hold its arguments, so that their memory goes back as soon as it lets go.
         frame.payload = b""
         del tensors, payload, value
+        if request.session.cancellations is not None:
+            request.session.cancellations.check(frame.request_id)
         if request.scope is None:
             result = func(*args, **kwargs)
             if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
@@ -128,10 +130,11 @@ class Later:
         self._result = result
         self._context = contextvars.copy_context()
 
-    def give_to(self, done: Result, failed: Failure) -> None:
+    def give_to(self, done: Result, failed: Failure, request: Request) -> None:
         """Call one of the two when the result is there, from whichever thread."""
         if isinstance(self._result, CoroutineType):
-            self._service.event_loop().run(self._result, self._context, done, failed)
+            cancel = self._service.event_loop().run(self._result, self._context, done, failed)
+            request.session.cancelling().on_ask(request.frame.request_id, cancel)
         else:
             _when_done(self._func, self._result, done, failed)
 
@@ -150,3 +153,11 @@ def _when_done(func: Any, result: Any, done: Result, failed: Failure) -> None:
             failed(error)
 
     result.add_done_callback(finish)
+
+
+def _serve_cancel(request: Request) -> None:
+    """The handler of `CancelCall`."""
+    message = request.message
+    assert type(message) is CancelCall
+    if message.request_id in request.session.requests.running:  # else it has been answered
+        request.session.cancelling().ask(message.request_id)

@@ -21,6 +21,7 @@ from telegrad.rpc.devices import Placement
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.at_most_once import NEW, AtMostOnce, Reply
+from telegrad.rpc.server.cancellation import Cancellations
 from telegrad.rpc.server.function_table import FunctionTable
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.spin import Spinner
@@ -90,6 +91,7 @@ class Session:
         self._inbox: deque[Frame] = deque()
         self._deferred: deque[Frame] = deque()  # notices to be served when no request waits
         self.requests = AtMostOnce()
+        self.cancellations: Cancellations | None = None  # made when it is first needed
         self.paused = False  # so much is running that no more is read
         self._holds = False  # whether a reply waits for those of the requests behind it
         self._spinner = Spinner()
@@ -156,10 +158,10 @@ class Session:
                     break
                 frame = inbox.popleft()
                 turn.count += 1
-                turn.running = True
+                turn.frame = frame
                 self.take(frame)
                 with self._lock:
-                    turn.running = False
+                    turn.frame = None
                     if self._turn is not turn:
                         return  # another thread went on while this one was busy
             if self.paused:
@@ -265,7 +267,7 @@ class Session:
         turn = self._turn
         if turn is None:
             return False
-        stuck = turn.running and turn.seen == turn.count
+        stuck = turn.frame is not None and turn.seen == turn.count
         turn.seen = turn.count
         if stuck:
             turn.give_up()
@@ -324,6 +326,15 @@ class Session:
                 requests.shorten(request_id, encoded)
         finally:
             requests.answering.pop(request_id, None)
+            if self.cancellations is not None:
+                self.cancellations.forget(request_id)
+
+    def cancelling(self) -> Cancellations:
+        """What was cancelled of the requests here."""
+        with self._lock:
+            if self.cancellations is None:
+                self.cancellations = Cancellations()
+            return self.cancellations
 
     def _send(self, frame: Reply, lazy: bool = False) -> bytes | None:
         """Send what `Connection.send` takes, less the ack: kind, request id, message, and what goes with it."""
@@ -436,17 +447,22 @@ class Session:
 class SessionTurn:
     """The right of one thread to serve one session."""
 
-    __slots__ = ("count", "running", "seen", "session")
+    __slots__ = ("count", "frame", "seen", "session")
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.running = False
+        self.frame: Frame | None = None  # the one that is being taken
         self.count = 0
         self.seen = -1  # the count at the timer's last look
 
     def give_up(self) -> None:
         """Let another thread serve the session."""
         self.session.give_up(self)
+
+    def is_cancelled(self) -> bool:
+        """Whether the caller of the request that is being served no longer waits for it."""
+        frame, cancelled = self.frame, self.session.cancellations
+        return frame is not None and cancelled is not None and frame.request_id in cancelled
 
     def sleeping(self, change: int) -> None:
         """Count this thread among those that wait."""

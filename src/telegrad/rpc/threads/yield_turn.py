@@ -18,6 +18,9 @@ class Turn(Protocol):
     def sleeping(self, change: int) -> None:
         """Count this thread among those that wait (+1) or no longer (-1)."""
 
+    def is_cancelled(self) -> bool:
+        """Whether the caller of the request that this thread runs no longer waits for it."""
+
 
 class _Local(threading.local):
     turn: Turn | None = None

@@ -31,6 +31,7 @@ from telegrad.wire.messages import (
     RpcWithAutogradReply,
     RpcWithProfiling,
     RpcWithProfilingReply,
+    RpcWithTrace,
     RRefBackward,
     RRefFetch,
     RRefFetchReply,
@@ -48,6 +49,8 @@ _WHAT: dict[type, str] = {
     RRefBackward: "backward",
     ExceptionReply: "error",
 }
+
+_WRAPPERS = {RpcWithAutograd, RpcWithAutogradReply, RpcWithProfiling, RpcWithProfilingReply, RpcWithTrace}
 
 
 class Audit(Layer):
@@ -92,7 +95,7 @@ class Audit(Layer):
         self, direction: str, peer: str, message: Any, payload: Any, tensors: Sequence[TensorSpec], about: str
     ) -> None:
         context = None
-        while type(message) in (RpcWithAutograd, RpcWithAutogradReply, RpcWithProfiling, RpcWithProfilingReply):
+        while type(message) in _WRAPPERS:
             if hasattr(message, "metadata"):
                 context = message.metadata.context_id
             message = message.call if hasattr(message, "call") else message.reply

@@ -35,9 +35,9 @@ function chart(id, series) {
     width: box.clientWidth || 300,
     height: 150,
     cursor: { drag: { x: false, y: false } },
-    legend: { show: series.length > 1 },
+    legend: { show: false },
     scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.1, 1e-9)] } },
-    axes: [axis(), { ...axis(), size: 52 }],
+    axes: [{ ...axis(), space: 90, values: (_, ticks) => ticks.map((t) => new Date(t * 1000).toLocaleTimeString("en-GB")) }, { ...axis(), size: 52 }],
     series: [{}, ...series.map(([label, tone]) => ({ label, stroke: color(tone), width: 2, points: { show: false }, fill: series.length === 1 ? color(tone) + "22" : undefined }))],
   };
   return new uPlot(options, [[], ...series.map(() => [])], box);
@@ -115,8 +115,8 @@ function showWorkers(workers) {
       }
       card.title = `process ${worker.pid} on ${worker.host}, ${worker.threads} threads`;
       card.append(make("div", "numbers", many ? `${rate(worker.calls + worker.served)}/s` : `${rate(worker.calls)} calls/s, serves ${rate(worker.served)}/s`));
-      card.append(make("div", "numbers extra", `${worker.in_flight} in flight, ${worker.serving} served now, ${bytes(worker.memory)}`));
-      card.append(make("div", "numbers extra", `owns ${worker.owned} values (${bytes(worker.owned_bytes)}), ${worker.contexts} contexts`));
+      card.append(make("div", "numbers extra", `${worker.in_flight} in flight, ${worker.serving} served now`));
+      card.append(make("div", "numbers extra", `${bytes(worker.memory)}, owns ${bytes(worker.owned_bytes)}, ${worker.contexts} contexts`));
       return card;
     }),
   );
@@ -238,7 +238,7 @@ function showRecent(recent) {
 
 function showMatrix(matrix) {
   const canvas = $("matrix");
-  $("matrix-box").hidden = matrix.size < 3;
+  $("matrix-box").hidden = matrix.size < 3 || !matrix.most;
   if (matrix.size < 3) return;
   const cells = atob(matrix.cells);
   canvas.width = canvas.height = matrix.size;
@@ -258,7 +258,8 @@ function show(state) {
   latest = state;
   const totals = state.totals;
   document.title = state.deadlocks.length ? "Deadlock – Telegrad" : "Telegrad";
-  $("summary").textContent = `${totals.up} of ${totals.workers} workers, ${rate(totals.calls)} calls/s, ${time(totals.p50)} median, ${time(totals.p99)} at p99, ${bytes(totals.bytes)}/s`;
+  $("summary").textContent = `${totals.up} of ${totals.workers} workers, ${rate(totals.calls)} calls/s, ` +
+    (totals.p50 ? `${time(totals.p50)} median, ${time(totals.p99)} at p99, ` : "") + `${bytes(totals.bytes)}/s`;
   $("updated").textContent = `as of ${new Date(state.time * 1000).toLocaleTimeString("en-GB")}`;
   showAlarms(state);
   showCharts(state.history);

@@ -1,0 +1,207 @@
+"""Cancelling a call reaches the worker: what has not begun never begins, coroutines end, functions can ask."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import autograd, rpc
+from telegrad.errors import CallCancelled, RpcTimeout
+from telegrad.rpc.current import require_agent
+from telegrad.rpc.server.cancellation import Cancellations
+from tests.cluster import Cluster, cluster
+from tests.waiting import wait_until
+
+_log: list[str] = []
+_open = threading.Event()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Cluster]:
+    with cluster(2) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def fresh(pair: Cluster) -> Iterator[None]:
+    rpc.rpc_sync("worker1", reset)
+    yield
+    rpc.rpc_sync("worker1", reset)
+    wait_until(lambda: rpc.rpc_sync("worker1", left_over) == (1, 0, 0))  # the question itself
+
+
+def reset() -> None:
+    _open.set()
+    _log.clear()
+    _open.clear()
+
+
+def left_over() -> tuple[int, int, int]:
+    """Requests that run on this worker, and what is remembered of cancelled ones."""
+    sessions = require_agent().peers.sessions()
+    cancellations = [session.cancellations for session in sessions if session.cancellations is not None]
+    return (
+        sum(session.running for session in sessions),
+        sum(len(each._asked) for each in cancellations),
+        sum(len(each._stops) for each in cancellations),
+    )
+
+
+def log() -> list[str]:
+    return list(_log)
+
+
+def note(text: str) -> None:
+    _log.append(text)
+
+
+def ask_until_cancelled() -> str:
+    _log.append("began")
+    deadline = time.monotonic() + 20
+    while not rpc.cancelled():
+        if time.monotonic() > deadline:
+            return "never"
+        time.sleep(0.002)
+    _log.append("saw it")
+    return "stopped"
+
+
+async def sleep_long() -> None:
+    _log.append("began")
+    try:
+        await asyncio.sleep(30)
+    except asyncio.CancelledError:
+        _log.append("cancelled")
+        raise
+
+
+def block() -> None:
+    _log.append("began")
+    _open.wait(20)
+
+
+def logged(*texts: str) -> Callable[[], bool]:
+    return lambda: rpc.rpc_sync("worker1", log) == list(texts)
+
+
+def test_a_function_can_ask(pair: Cluster) -> None:
+    future = rpc.rpc_async("worker1", ask_until_cancelled)
+    wait_until(logged("began"))
+    assert future.cancel()
+    with pytest.raises(CallCancelled, match=r"ask_until_cancelled\(\) on worker 'worker1' was cancelled"):
+        future.wait()
+    wait_until(logged("began", "saw it"))
+    assert not future.cancel()
+    assert not rpc.cancelled()
+
+
+def test_a_coroutine_is_cancelled(pair: Cluster) -> None:
+    future = rpc.rpc_async("worker1", sleep_long)
+    wait_until(logged("began"))
+    assert future.cancel()
+    wait_until(logged("began", "cancelled"))
+    with pytest.raises(CallCancelled):
+        future.wait()
+
+
+def test_cancelling_what_awaits_a_call(pair: Cluster) -> None:
+    async def call() -> None:
+        await rpc.rpc_async("worker1", sleep_long)
+
+    async def main() -> None:
+        task = asyncio.create_task(call())
+        await asyncio.to_thread(wait_until, logged("began"))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(rpc.rpc_async("worker1", sleep_long), 0.05)
+
+    asyncio.run(main())
+    wait_until(lambda: rpc.rpc_sync("worker1", log).count("cancelled") == 2)
+
+
+def test_what_has_not_begun_never_begins(pair: Cluster) -> None:
+    """The worker reads no more while a request holds its only serving thread; both arrive together, then."""
+    futures = [rpc.rpc_async("worker1", note, (str(n),)) for n in range(200)]
+    kept = [n for n, future in enumerate(futures) if n % 2 == 0 or not future.cancel()]
+    for n in kept:
+        futures[n].wait()
+    seen = set(rpc.rpc_sync("worker1", log))
+    assert {str(n) for n in kept} <= seen
+
+
+def test_a_request_is_refused_if_its_cancellation_came_first() -> None:
+    cancellations = Cancellations()
+    cancellations.check(7)
+    cancellations.ask(7)
+    assert 7 in cancellations
+    with pytest.raises(CallCancelled, match="before it began"):
+        cancellations.check(7)
+    cancellations.check(8)
+    stopped: list[int] = []
+    cancellations.on_ask(7, lambda: stopped.append(7))  # its coroutine starts after the word came
+    cancellations.on_ask(8, lambda: stopped.append(8))
+    assert stopped == [7]
+    cancellations.ask(8)
+    assert stopped == [7, 8]
+    for answered in (7, 8):
+        cancellations.forget(answered)
+        assert answered not in cancellations
+
+
+def test_a_timeout_leaves_nothing_running(pair: Cluster) -> None:
+    with pytest.raises(RpcTimeout):
+        rpc.rpc_sync("worker1", ask_until_cancelled, timeout=0.05)
+    wait_until(logged("began", "saw it"))
+    rpc.rpc_sync("worker1", reset)
+    with pytest.raises(RpcTimeout):
+        rpc.rpc_async("worker1", sleep_long, timeout=0.05).wait()
+    wait_until(logged("began", "cancelled"))
+    rpc.rpc_sync("worker1", reset)
+    future = rpc.rpc_async("worker1", sleep_long, timeout=0.05)
+    wait_until(future.done)  # by the timer, with nobody waiting in person
+    wait_until(logged("began", "cancelled"))
+    with pytest.raises(RpcTimeout):
+        future.wait()
+
+
+def test_futures_that_are_no_calls(pair: Cluster) -> None:
+    assert not rpc.Future().cancel()
+    done = rpc.rpc_async("worker1", log)
+    done.wait()
+    assert not done.cancel()
+
+
+def test_callbacks_run(pair: Cluster) -> None:
+    future = rpc.rpc_async("worker1", sleep_long)
+    seen: list[Any] = []
+    future.add_done_callback(lambda f: seen.append(f.done()))
+    wait_until(logged("began"))
+    future.cancel()
+    wait_until(lambda: seen == [True])
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+async def scaled_later(x: torch.Tensor) -> torch.Tensor:
+    await sleep_long()
+    return x * 3
+
+
+def test_a_pass_over_a_context_with_a_cancelled_call(pair: Cluster) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        cancelled = rpc.rpc_async("worker1", scaled_later, (x,))
+        wait_until(logged("began"))
+        assert cancelled.cancel()
+        wait_until(logged("began", "cancelled"))
+        y = rpc.rpc_sync("worker1", scaled, (x,))
+        autograd.backward(context_id, [y.sum()], timeout=10)
+        assert autograd.get_gradients(context_id)[x].tolist() == [3.0, 3.0]
