@@ -26,7 +26,7 @@ demo: $(VENV)/.installed-demo  ## train a small network over three local workers
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: check  ## check, then all tests (short profile)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --durations=20 $(ARGS)
 
 test-engines: $(VENV)/.installed-dev slurm  ## tests on Ray, torchrun and Slurm, installed here as far as possible
 	-$(MAKE) --no-print-directory $(VENV)/.installed-ray

@@ -9,6 +9,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SETTINGS = {
+    "on_ray": ["pipeline", "--steps", "40"],  # by `make test-engines`
     "demo": ["--epochs", "3"],
     "parameter_server": ["--steps", "30"],
     "rnn": ["--steps", "12"],

@@ -84,6 +84,23 @@ def test_names_and_variables(script: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[ps0] 0 0 2 ps0 64", "[ps1] 1 1 2 ps1 64"]
 
 
+def test_a_seed_is_each_workers_own(script: Path) -> None:
+    script.write_text(
+        "import os\nimport torch\nimport telegrad.rpc as rpc\n"
+        "print('drew', os.environ['RANK'], torch.rand(1).item())\n"
+        "with rpc.init_rpc(f\"worker{os.environ['RANK']}\"):\n    pass\n"
+    )
+    outputs = []
+    for _ in range(2):
+        done = subprocess.run(
+            [*TELEGRAD, "--seed", "3", str(script)], capture_output=True, text=True, timeout=50, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(sorted(line.partition("drew")[2] for line in done.stdout.splitlines() if "drew" in line))
+    assert outputs[0] == outputs[1]
+    assert len({line.split()[1] for line in outputs[0]}) == 2
+
+
 RESTARTED = """
 import os, sys
 from telegrad import rpc

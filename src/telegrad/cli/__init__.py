@@ -32,6 +32,9 @@ def _parser() -> argparse.ArgumentParser:
         "--name-prefix", default="worker", metavar="NAME", help="workers are NAME0, NAME1, ... (default: worker)"
     )
     run.add_argument(
+        "--seed", type=int, metavar="S", help="seed random numbers: torch's and Python's of worker N with S + N"
+    )
+    run.add_argument(
         "--max-restarts",
         type=int,
         default=0,
@@ -100,6 +103,7 @@ def _run(options: argparse.Namespace) -> int:
         [*script, *options.arguments],
         name_prefix=options.name_prefix,
         max_restarts=options.max_restarts,
+        seed=options.seed,
     )
 
 

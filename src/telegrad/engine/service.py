@@ -147,7 +147,7 @@ class Service(Layer):
 
     def invite(self, pass_: Pass, worker: WorkerId) -> None:
         """Tell a worker of the pass without a gradient."""
-        message = BeginPass(pass_.context.context_id, pass_.pass_id, pass_.root, pass_.retain_graph, tuple(pass_.known))
+        message = BeginPass(pass_.context.context_id, pass_.pass_id, pass_.root, pass_.retain_graph, pass_.named())
         self._request(pass_, worker, message, Packed(b"", []))
 
     def tell(self, pass_: Pass, worker: WorkerId, message_id: MessageId, gradients: Gradients | None) -> None:
@@ -158,7 +158,7 @@ class Service(Layer):
             pass_.pass_id,
             pass_.root,
             pass_.retain_graph,
-            tuple(pass_.known),
+            pass_.named(),
             present,
         )
         self._request(pass_, worker, message, Packed(b"", tensors))
@@ -272,8 +272,7 @@ class Service(Layer):
         carried, packed = _carried(ended)
         if order.active and getattr(ended, "lane", None) is not order.current_lane():
             order.adopt(packed.tensors)  # the pass had ended before this was asked for, on other streams
-        participants = ended.context.participants | ended.known
-        self.agent.reply(request, PassDone(tuple(participants), carried), packed)
+        self.agent.reply(request, PassDone(tuple(ended.context.participants), carried), packed)
 
     def serve_too_late(self, request: Request) -> None:
         """The handler of `TooLateForPass`."""

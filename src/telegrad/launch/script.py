@@ -25,13 +25,23 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a worker that failed 
 _LOOPBACK = "127.0.0.1"
 
 
-def run_script(workers: int, command: Sequence[str], *, name_prefix: str = "worker", max_restarts: int = 0) -> int:
+def run_script(
+    workers: int,
+    command: Sequence[str],
+    *,
+    name_prefix: str = "worker",
+    max_restarts: int = 0,
+    seed: int | None = None,
+) -> int:
     """Run `python command...` on each of `workers` local workers; the exit status of the first that fails, or 0.
 
     A worker that fails is started again up to `max_restarts` times, alone, after a pause that doubles each time; the
     others go on, and it joins them again under its name."""
     with socket.create_server((_LOOPBACK, 0), backlog=max(128, 4 * workers)) as listener:
-        run = _Run(command, _shared_variables(workers, listener.getsockname()[1]), max_restarts)
+        shared = _shared_variables(workers, listener.getsockname()[1])
+        if seed is not None:
+            shared["TELEGRAD_SEED"] = str(seed)
+        run = _Run(command, shared, max_restarts)
         previous = {number: signal.signal(number, run.forward) for number in _FORWARDED}
         try:
             for rank in range(workers):

@@ -7,7 +7,8 @@ that `rpc.RRef` and `rpc.remote` work as they do in torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from telegrad.rpc import functions
+from telegrad.rpc import functions, graph_breaks
+from telegrad.rpc.autocast import with_autocast
 from telegrad.rpc.calls import rpc_async, rpc_sync
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
@@ -16,6 +17,7 @@ from telegrad.rpc.job.lifecycle import init_rpc, shutdown
 from telegrad.rpc.options import RpcBackendOptions, as_timeout
 from telegrad.rpc.patterns.batch import batch
 from telegrad.rpc.patterns.many import as_completed, gather, get_worker_infos, map
+from telegrad.rpc.seeds import seed_from_environment
 from telegrad.rpc.server.cancellation import cancelled
 from telegrad.rpc.trust.exports import Limits, export, withdraw
 from telegrad.rpc.workers import WorkerInfo
@@ -53,8 +55,12 @@ __all__ = [
     "set_rpc_timeout",
     "shutdown",
     "stream",
+    "with_autocast",
     "withdraw",
 ]
+
+graph_breaks.install()
+seed_from_environment()
 
 _FROM_ABOVE = {"RRef": "telegrad.rref", "remote": "telegrad.rref", "stream": "telegrad.rref.stream"}
 
