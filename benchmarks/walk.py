@@ -4,7 +4,7 @@
     python -m benchmarks.walk --show     and the walk itself, file by file
 
 A change of file is a call, or a return, that leads from one file of Telegrad into another. The tracer follows every
-thread that takes part; what the timer and the heartbeat do meanwhile is left out.
+thread that takes part. Waiting itself (`threads/spin.py`) is left out, and so is what the timer does meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import telegrad
 from telegrad import autograd, rpc
 
 ROOT = os.path.dirname(telegrad.__file__) + os.sep
-BESIDE = ("/timer.py", "/keeper.py", "/health.py", "/liveness.py", "/spin.py")
+BESIDE = "/spin.py"
 WALKS = ("call", "backward")
 
 
@@ -42,7 +42,7 @@ class Tracer:
         sys.setprofile(self._event)
 
     def _event(self, frame: FrameType, event: str, _: Any) -> None:
-        if self.on and event in ("call", "return"):
+        if self.on and event in ("call", "return") and not threading.current_thread().name.endswith("-timer"):
             where: FrameType | None = frame if event == "call" else frame.f_back
             if where is None:
                 return
@@ -71,7 +71,7 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def begin() -> None:
-    """Note what passes from here on; on the server this call itself ends the noting of nothing."""
+    """Note what passes from here on."""
     tracer.steps.clear()
     tracer.on = True
 

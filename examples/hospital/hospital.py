@@ -30,7 +30,7 @@ def main() -> None:
         activations = first(records[rows])
         sent = Protect.apply(activations, given.clip, given.noise, False)  # type: ignore[no-untyped-call] # torch's own
         back = rpc.rpc_sync("company", "forward", (sent,))
-        return last(Protect.apply(back, given.clip, given.noise, True))  # type: ignore[no-any-return, no-untyped-call] # torch types neither
+        return last(Protect.apply(back, given.clip, given.gradient_noise, True))  # type: ignore[no-any-return, no-untyped-call] # torch types neither
 
     def accuracy() -> float:
         with torch.no_grad():

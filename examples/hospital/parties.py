@@ -21,7 +21,8 @@ def arguments(who: str) -> argparse.Namespace:
     parser.add_argument("--audit", type=Path, required=True, help="file for the record of all that leaves and comes")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of a row that is sent; 0 for no limit")
-    parser.add_argument("--noise", type=float, default=0.0, help="standard deviation of noise on what is sent")
+    parser.add_argument("--noise", type=float, default=0.0, help="standard deviation of noise on activations")
+    parser.add_argument("--gradient-noise", type=float, default=0.0, help="the same on gradients, which are smaller")
     return parser.parse_args()
 
 

@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--steps", default="80")
     parser.add_argument("--clip", default="0")
     parser.add_argument("--noise", default="0")
+    parser.add_argument("--gradient-noise", default="0")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -115,6 +116,7 @@ def main() -> None:
             command = [*before[who], sys.executable, str(HERE / f"{who}.py"), "--meet", meet, "--host", host]
             command += ["--keys", str(folder), "--audit", str(folder / f"{who}.audit")]
             command += ["--steps", options.steps, "--clip", options.clip, "--noise", options.noise]
+            command += ["--gradient-noise", options.gradient_noise]
             started.append(subprocess.Popen(command))
         try:
             status = max(process.wait(timeout=300) for process in started)

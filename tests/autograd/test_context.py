@@ -12,7 +12,7 @@ from telegrad.autograd.context import Context, add_gradients
 from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry, current, within
 from telegrad.errors import AutogradError, ContextFailed, ContextNotFound, WorkerDied
-from telegrad.ids import GENERATION_BITS, LOCAL_BITS, ContextId, MessageId, PassId, WorkerId, draw_incarnation, make_id
+from telegrad.ids import ContextId, MessageId, PassId, PeerId, WorkerId, draw_incarnation, make_id, peer_id
 from telegrad.rpc.layer import Layers
 from telegrad.wire.messages import Ping, PythonCall, RpcWithAutograd
 
@@ -25,7 +25,7 @@ def number(n: int) -> MessageId:
 
 
 def make_context() -> Context:
-    return Context(ContextId(make_id(0, 7)), WorkerId(0))
+    return Context(ContextId(make_id(PeerId(0), 7)), WorkerId(0))
 
 
 def receive(context: Context, message_id: MessageId) -> None:
@@ -167,14 +167,14 @@ def make_agent(generation: int = 0) -> Any:
 
 def test_a_worker_that_was_started_again_does_not_use_old_ids() -> None:
     before, after = (Registry(make_agent(generation)) for generation in (0, 1))
-    assert before.open().context_id == make_id(3, 0)
-    assert after.open().context_id == make_id(3, 1 << (LOCAL_BITS - GENERATION_BITS))
+    assert before.open().context_id == make_id(peer_id(3, 0), 0)
+    assert after.open().context_id == make_id(peer_id(3, 1), 0)
     assert before.next_message_id() != after.next_message_id()
 
 
 def test_an_ended_context_does_not_come_back() -> None:
     registry = Registry(make_agent())
-    context_id = ContextId(make_id(0, 5))
+    context_id = ContextId(make_id(PeerId(0), 5))
     joined = registry.join(context_id)
     assert registry.join(context_id) is joined
     registry.end(context_id)
@@ -188,7 +188,7 @@ def test_an_ended_context_does_not_come_back() -> None:
 def test_the_memory_of_ended_contexts_is_bounded() -> None:
     registry = Registry(make_agent())
     for local in range(10_000):
-        registry.end(ContextId(make_id(0, local)))
+        registry.end(ContextId(make_id(PeerId(0), local)))
     assert len(registry._ended) < 5_000
 
 

@@ -86,12 +86,12 @@ import telegrad.compat
 telegrad.compat.install()
 import torch.distributed.rpc as rpc
 try:
-    rpc._server_process_global_profile
+    rpc._invoke_rpc_torchscript
 except AttributeError as error:
     assert "Coming from torch.distributed.rpc" in str(error)
 else:
     raise AssertionError
-assert not hasattr(rpc, "_server_process_global_profile")
+assert not hasattr(rpc, "_invoke_rpc_torchscript")
 """)
 
 

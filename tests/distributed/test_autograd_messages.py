@@ -13,7 +13,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.registry import registry, within
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError, ContextNotFound, GradientMismatch, ProtocolError
-from telegrad.ids import GENERATION_BITS, LOCAL_BITS, ContextId, MessageId, PassId, WorkerId, make_id
+from telegrad.ids import COUNTER_BITS, ContextId, MessageId, PassId, PeerId, WorkerId, make_id, peer_id
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.remote_errors import with_notes
 from telegrad.wire.codec import Packed
@@ -36,9 +36,9 @@ from tests.cluster import Cluster, cluster
 from tests.distributed.test_autograd_failures import await_released
 from tests.oracle.interpreter import await_empty
 
-OTHER_INCARNATION = 1 << (LOCAL_BITS - GENERATION_BITS)
+OTHER_INCARNATION = 1 << COUNTER_BITS
 HERE, THERE = WorkerId(0), WorkerId(1)
-NEVER = ContextId(make_id(0, 123_456))
+NEVER = ContextId(make_id(PeerId(0), 123_456))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def has_begun(context_id: int) -> bool:
 
 def gradients_for(context_id: int, message_id: int, present: tuple[bool, ...]) -> PropagateGradients:
     metadata = AutogradMetadata(ContextId(context_id), MessageId(message_id))
-    return PropagateGradients(metadata, PassId(make_id(0, 1 << 30)), HERE, False, (), present)
+    return PropagateGradients(metadata, PassId(make_id(PeerId(0), 1 << 30)), HERE, False, (), present)
 
 
 def outside(worker: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -136,7 +136,9 @@ def test_gradients_from_a_worker_that_was_sent_nothing(trio: Cluster) -> None:
         assert_whole(context_id, x, y)
 
 
-@pytest.mark.parametrize("context_id", [NEVER, ContextId(NEVER | OTHER_INCARNATION), ContextId(make_id(999, 0))])
+@pytest.mark.parametrize(
+    "context_id", [NEVER, ContextId(NEVER | OTHER_INCARNATION), ContextId(make_id(peer_id(999, 0), 0))]
+)
 def test_gradients_of_a_context_that_is_not_there(trio: Cluster, context_id: ContextId) -> None:
     with pytest.raises(ContextNotFound, match="on worker 'worker1': it has ended, or never was"):
         ask(gradients_for(context_id, 0, (True,)), [torch.ones(2)])
@@ -193,7 +195,7 @@ def test_the_root_hears_of_it(trio: Cluster, how: str, text: str) -> None:
 
 def test_a_pass_that_comes_before_the_calls_of_its_context(trio: Cluster) -> None:
     """It has nothing to do, but is remembered: a call that comes now is too late for it."""
-    unheard = ContextId(make_id(0, 234_567))
+    unheard = ContextId(make_id(PeerId(0), 234_567))
     reply = ask(BeginPass(unheard, PassId(0), HERE, False, ()))
     assert isinstance(reply, PassDone)
     assert reply.gradients == ()
@@ -216,7 +218,7 @@ def test_an_abort_of_another_pass_changes_nothing(trio: Cluster) -> None:
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", double, (x,))
-        other = AbortPass(ContextId(context_id), PassId(make_id(0, 1 << 20)), "worker0", "no reason", "", 0)
+        other = AbortPass(ContextId(context_id), PassId(make_id(PeerId(0), 1 << 20)), "worker0", "no reason", "", 0)
         require_agent().notify(require_agent().find("worker1"), other)
         autograd.backward(context_id, [y.sum()])
         assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]

@@ -14,7 +14,7 @@ from telegrad.autograd.registry import Registry
 from telegrad.engine.passes import Pass, Roots
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError, GradientMismatch, WorkerDied
-from telegrad.ids import ContextId, MessageId, PassId, WorkerId, draw_incarnation, make_id
+from telegrad.ids import ContextId, MessageId, PassId, WorkerId, draw_incarnation, make_id, peer_id
 from telegrad.rpc.layer import Layers
 
 HERE, PEER, ROOT = WorkerId(0), WorkerId(1), WorkerId(2)
@@ -50,7 +50,7 @@ class Part:
 
     def __init__(self, *, used: bool = True) -> None:
         self.service = Quiet()
-        self.context = Context(ContextId(make_id(ROOT, 0)), HERE)
+        self.context = Context(ContextId(make_id(peer_id(ROOT, 0), 0)), HERE)
         self.weight = torch.tensor([2.0, 3.0], requires_grad=True)
         ((x,), recv) = attach_recv([torch.ones(2)], RECEIVED, PEER)
         self.context.add_recv(recv)
@@ -61,7 +61,7 @@ class Part:
         self.ended: list[Pass] = []
 
     def enter(self, number: int = 0, root: WorkerId = ROOT) -> Pass:
-        entered, is_new = self.service.join(self.context, PassId(make_id(root, number)), root, False, ())
+        entered, is_new = self.service.join(self.context, PassId(make_id(peer_id(root, 0), number)), root, False, ())
         assert is_new
         entered.when_ended(self.ended.append)
         return entered

@@ -9,6 +9,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SETTINGS = {
+    "on_ray": ["pipeline", "--steps", "40"],  # by `make test-engines`
     "demo": ["--epochs", "3"],
     "parameter_server": ["--steps", "30"],
     "rnn": ["--steps", "12"],
@@ -16,6 +17,8 @@ SETTINGS = {
     "reinforcement": ["--rounds", "6"],
     "split_learning": ["--steps", "40"],
     "sharded_embedding": ["--steps", "20"],
+    "maml": ["--rounds", "60"],
+    "wgan_gp": ["--steps", "60"],
     "survive": ["--steps", "40", "--kills", "2"],
 }
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py") if not path.stem.endswith("_picture"))
@@ -30,7 +33,7 @@ def run(name: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["rnn", "pipeline", "sharded_embedding"])
+@pytest.mark.parametrize("name", ["rnn", "pipeline", "sharded_embedding", "maml"])
 def test_the_loss_falls(name: str) -> None:
     found = re.search(r"loss ([\d.]+) -> ([\d.]+)\n$", run(name))
     assert found
@@ -43,6 +46,14 @@ def test_the_parameter_server_finds_the_weights() -> None:
     found = re.search(r"largest error of a weight: ([\d.]+)", run("parameter_server"))
     assert found
     assert float(found[1]) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_generator_finds_the_circle() -> None:
+    found = re.search(r"distance to the circle ([\d.]+) -> ([\d.]+)", run("wgan_gp"))
+    assert found
+    assert float(found[2]) < 0.7 * float(found[1])
 
 
 @pytest.mark.slow
@@ -95,7 +106,7 @@ def test_each_has_its_line_and_its_length(name: str) -> None:
 @pytest.mark.timeout(120)
 def test_two_parties_that_do_not_trust_each_other() -> None:
     pytest.importorskip("cryptography")
-    command = [sys.executable, str(EXAMPLES / "hospital/run.py"), "--steps", "25", "--clip", "4", "--noise", "0.02"]
+    command = [sys.executable, str(EXAMPLES / "hospital/run.py"), "--steps", "40", "--clip", "8", "--noise", "0.05"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     found = re.search(r"accuracy ([\d.]+)% -> ([\d.]+)%", done.stdout)

@@ -170,3 +170,86 @@ def test_a_worker_on_its_way_back_does_not_hold_up_the_end() -> None:
         cluster.kill("worker1")
         wait_until(lambda: cluster.pid("worker1") != old)
     assert time.monotonic() - began < 20
+
+
+ONE_MODULE = """
+import sys
+import torch
+import telegrad
+from telegrad import autograd, rpc
+
+STORE = None
+TABLE = {}
+RATE = 1
+weight = torch.ones(2, requires_grad=True)
+
+def put(x):
+    global STORE
+    STORE = x
+    TABLE["here"] = x
+
+def get():
+    return STORE, dict(TABLE)
+
+class Counter:
+    made = 0
+    def __init__(self):
+        Counter.made += 1
+
+def count():
+    Counter()
+    return Counter.made
+
+def scaled(x):
+    return helper(x) * RATE
+
+def helper(x):
+    return x + 1
+
+def weighted(x):
+    return x * weight
+
+def pass_on(worker, function, *args):
+    return rpc.rpc_sync(worker, function, args)
+
+with telegrad.local_cluster(workers=3, show_output=False):
+    rpc.rpc_sync("worker1", put, (5,))
+    assert rpc.rpc_sync("worker1", get) == (5, {"here": 5}), rpc.rpc_sync("worker1", get)
+    assert rpc.rpc_sync("worker2", get) == (None, {})
+    assert (STORE, TABLE) == (None, {})
+    assert [rpc.rpc_sync("worker1", count) for _ in range(3)] == [1, 2, 3]
+    # A function that comes by way of another worker brings nothing that this one has changed.
+    rpc.rpc_sync("worker2", put, (7,))
+    assert rpc.rpc_sync("worker2", pass_on, ("worker1", get)) == (5, {"here": 5})
+    assert rpc.rpc_sync("worker2", get) == (7, {"here": 7})
+    # What the script defines anew is new there, too, as in a notebook.
+    assert rpc.rpc_sync("worker1", scaled, (1,)) == 2
+    RATE = 10
+    def helper(x):
+        return x + 2
+    def scaled(x):
+        return helper(x) * RATE
+    assert rpc.rpc_sync("worker1", scaled, (1,)) == 30
+    assert rpc.rpc_sync("worker1", lambda x: helper(x) * RATE, (2,)) == 40
+    # A tensor of the script's that requires grad has its gradient here, in each context.
+    for _ in range(3):
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("worker1", weighted, (torch.full((2,), 3.0),))
+            autograd.backward(context_id, [y.sum()])
+            assert autograd.get_gradients(context_id)[weight].tolist() == [3.0, 3.0]
+print("all well")
+"""
+
+
+def test_functions_of_a_script_are_functions_of_one_module() -> None:
+    done = subprocess.run([sys.executable, "-c", ONE_MODULE], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.endswith("all well\n"), done.stderr
+
+
+def test_a_seed_makes_all_workers_repeatable() -> None:
+    drawn = []
+    for _ in range(2):
+        with telegrad.local_cluster(workers=2, seed=7):
+            drawn.append([torch.rand(1).item(), rpc.rpc_sync("worker1", torch.rand, (1,)).item()])
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1]

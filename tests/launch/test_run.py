@@ -82,3 +82,73 @@ def test_names_and_variables(script: Path) -> None:
         env={**os.environ, "RANK": "5"},
     )
     assert sorted(done.stdout.splitlines()) == ["[ps0] 0 0 2 ps0 64", "[ps1] 1 1 2 ps1 64"]
+
+
+def test_a_seed_is_each_workers_own(script: Path) -> None:
+    script.write_text(
+        "import os\nimport torch\nimport telegrad.rpc as rpc\n"
+        "print('drew', os.environ['RANK'], torch.rand(1).item())\n"
+        "with rpc.init_rpc(f\"worker{os.environ['RANK']}\"):\n    pass\n"
+    )
+    outputs = []
+    for _ in range(2):
+        done = subprocess.run(
+            [*TELEGRAD, "--seed", "3", str(script)], capture_output=True, text=True, timeout=50, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(sorted(line.partition("drew")[2] for line in done.stdout.splitlines() if "drew" in line))
+    assert outputs[0] == outputs[1]
+    assert len({line.split()[1] for line in outputs[0]}) == 2
+
+
+RESTARTED = """
+import os, sys
+from telegrad import rpc
+
+def who():
+    return os.environ["TELEGRAD_RESTART"]
+
+rpc.init_rpc()
+if os.environ["RANK"] == "1" and os.environ["TELEGRAD_RESTART"] != "2":
+    os._exit(3)
+if os.environ["RANK"] == "0":
+    import time
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            found = rpc.rpc_sync("worker1", who)
+        except (ConnectionError, TimeoutError):
+            time.sleep(0.05)
+            continue
+        if found == "2":
+            print("back after", found)
+            break
+rpc.shutdown(timeout=20)
+"""
+
+
+def test_a_worker_that_fails_is_started_again(script: Path) -> None:
+    script.write_text(RESTARTED)
+    done = subprocess.run(
+        [*TELEGRAD, "--max-restarts", "2", str(script)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[worker0] back after 2" in done.stdout
+    assert "[telegrad run] worker1 ended with status 3; restart 1 of 2 in 0.5 s" in done.stderr
+    assert "restart 2 of 2 in 1 s" in done.stderr
+
+
+def test_one_that_keeps_failing_ends_all(script: Path) -> None:
+    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(5)\ntime.sleep(60)\n")
+    done = subprocess.run(
+        [*TELEGRAD, "--max-restarts", "1", str(script)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 5
+    assert "worker1 ended with status 5 after 1 restarts; ending the others" in done.stderr
+
+
+def test_one_that_ends_without_a_shutdown_is_named(script: Path) -> None:
+    script.write_text("from telegrad import rpc\nrpc.init_rpc()\n")
+    done = subprocess.run([*TELEGRAD, str(script)], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "[telegrad run] worker1 exited normally without calling rpc.shutdown()" in done.stderr

@@ -60,6 +60,15 @@ def test_a_map_that_cannot_be_is_refused(members: list[Member], text: str) -> No
         check_maps(members, is_static=True)
 
 
+def test_all_workers_name_the_same_one() -> None:
+    bad = [member(i, device_maps={f"w{(i + 1) % 3}": {"cuda:0": "cuda:2"}}) for i in range(3)]
+    for order_of_arrival in (bad, bad[::-1], [bad[1], bad[2], bad[0]]):
+        with pytest.raises(
+            ValueError, match="Node w0 has target devices with invalid indices in its device map for w1"
+        ):
+            check_maps(order_of_arrival, is_static=True)
+
+
 def test_maps_that_can_be() -> None:
     check_maps([member(0, device_maps={"w1": {"cuda:1": "cuda:0", "cpu": "cuda:1"}}), member(1)], is_static=True)
     check_maps([member(0, device_maps={"later": {"cuda:1": "cuda:5"}})], is_static=False)

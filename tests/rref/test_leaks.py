@@ -3,10 +3,10 @@
 from typing import Any
 
 from telegrad.ids import ForkId, RRefId
+from telegrad.rpc.workers import peer_of
 from telegrad.rref import References
 from telegrad.rref import install as install_references
 from telegrad.rref.closing import leak_report
-from telegrad.rref.peers import peer_of
 from tests.rpc.agents import office
 
 

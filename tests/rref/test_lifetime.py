@@ -2,7 +2,7 @@
 
 import pytest
 
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, PeerId, RRefId, make_id
 from telegrad.rref.actions import (
     FailValue,
     Forget,
@@ -18,7 +18,6 @@ from telegrad.rref.actions import (
 )
 from telegrad.rref.lifetime import Leak
 from telegrad.rref.owner_ledger import OwnerLedger
-from telegrad.rref.peers import PeerId, make_id
 from telegrad.rref.user_ledger import UserLedger
 
 OWNER, A, B, C = (PeerId(n) for n in range(4))  # the owner and three users
@@ -149,11 +148,11 @@ class TestSharing:
     def test_taken_back_when_the_call_could_not_be_sent(self, owner: OwnerLedger, a: UserLedger) -> None:
         confirmed(a).share(FA, FB, B)
         a.drop(FA)
-        assert a.take_back(FB) == (SendDelete(OWNER, R, FA),)
+        assert a.share_unsent(FB) == (SendDelete(OWNER, R, FA),)
         owner.hold(R)
         owner.share(R, FO, B)
         owner.drop(R)
-        assert owner.take_back(R, FO, B) == (Forget(R),)
+        assert owner.share_unsent(R, FO, B) == (Forget(R),)
 
 
 class TestRepeats:

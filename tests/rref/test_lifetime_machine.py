@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, PeerId, RRefId, make_id
 from telegrad.rref import actions as lt
 from telegrad.rref.owner_ledger import OwnerLedger
-from telegrad.rref.peers import PeerId, make_id
 from telegrad.rref.user_ledger import UserLedger
 
 WORKERS = [PeerId(n) for n in range(4)]
@@ -125,9 +124,9 @@ class World:
         if sent:
             self.bag.append((at.me, Carrier(to, Handle(handle.rref_id, child, handle.owner))))
         elif handle.fork_id is None:
-            self.perform(at, at.owner.take_back(handle.rref_id, child, to))
+            self.perform(at, at.owner.share_unsent(handle.rref_id, child, to))
         else:
-            self.perform(at, at.user.take_back(child))
+            self.perform(at, at.user.share_unsent(child))
 
     def drop(self, at: Worker, handle: Handle) -> None:
         at.handles.remove(handle)

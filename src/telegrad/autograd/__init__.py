@@ -53,7 +53,12 @@ class context:  # noqa: N801 - the name torch's users write
     A call outside any context records nothing, so the gradients of what it sends are lost without a word; usually
     because it is made in a thread that was started within the block, and such a thread begins outside of it. While a
     context with `strict` is open, sending a tensor that requires grad from this worker outside any context is an error.
-    Under `torch.no_grad()` nothing is recorded either, but that is said in so many words, and is none.
+    Under `torch.no_grad()` nothing is recorded either; that was asked for, and is no error.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.exp, (x * 0,)).sum()])
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -86,6 +91,13 @@ def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tens
     """Gradients that passes over a context have left on this worker, by the leaf they belong to.
 
     With `worker`, those of another worker: copies of its leaves, and of their gradients.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.sum, (x * 3,))])
+        ...     autograd.get_gradients(context_id)[x]
+        tensor([3., 3.])
     """
     if worker is not None:
         rpc = importlib.import_module("telegrad.rpc")
@@ -103,7 +115,15 @@ def _gradient_pairs(context_id: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def inspect_context(context_id: int) -> dict[str, Any]:
-    """What this worker knows of a context: sends, receives, participants, gradients, what a running pass waits for."""
+    """What this worker knows of a context: sends, receives, participants, gradients, what a running pass waits for.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.exp, (x,))
+        ...     len(autograd.inspect_context(context_id)["sends"])
+        1
+    """
     found = registry().find(context_id)
     return {
         "context_id": found.context_id,

@@ -6,26 +6,16 @@ user starts begins outside any.
 
 import logging
 import threading
-from collections.abc import Iterator
 from contextvars import ContextVar
 
 from telegrad.autograd.context import Context
 from telegrad.errors import AutogradError, ContextNotFound
-from telegrad.ids import (
-    GENERATION_BITS,
-    LOCAL_BITS,
-    ContextId,
-    MessageId,
-    count_from,
-    generation_of,
-    local_part,
-    worker_of,
-)
+from telegrad.ids import ContextId, MessageId, ids_of, number_of, worker_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.trust.guard import ContextHolder
-from telegrad.rpc.workers import Member
+from telegrad.rpc.workers import Member, peer_of
 
 log = logging.getLogger("telegrad.autograd")
 
@@ -53,10 +43,9 @@ class Registry(ContextHolder):
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.here = agent.member.worker_id
-        # A worker that was started again must not use the ids of its predecessor, which others may remember.
-        self.first_number = generation_of(agent.member.incarnation) << (LOCAL_BITS - GENERATION_BITS)
-        self._context_ids = count_from(self.here, self.first_number)
-        self._message_ids: Iterator[int] = count_from(self.here, self.first_number)
+        me = peer_of(agent.member)
+        self._context_ids = ids_of(me)
+        self._message_ids = ids_of(me)
         self._lock = threading.Lock()
         self._contexts: dict[ContextId, Context] = {}
         self._strict: dict[ContextId, None] = {}  # those that are strict
@@ -110,7 +99,7 @@ class Registry(ContextHolder):
         if context is None:
             raise ContextNotFound(
                 f"Could not find autograd context with id: {context_id} on worker {self.agent.info.name!r}: it has "
-                f"ended, or never was (it would be number {local_part(context_id)} of worker {worker_of(context_id)})"
+                f"ended, or never was (it would be number {number_of(context_id)} of worker {worker_of(context_id)})"
             )
         return context
 

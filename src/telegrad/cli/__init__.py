@@ -24,12 +24,22 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script on several local workers",
         description="Run a Python script on several local workers. Each finds RANK, WORLD_SIZE, LOCAL_RANK, "
         "MASTER_ADDR, MASTER_PORT, TELEGRAD_NAME and TELEGRAD_SECRET in its environment, so rpc.init_rpc(name) "
-        "needs nothing more. Output is shown under each worker's name. The first failure ends all, and its status "
-        "is the command's.",
+        "needs nothing more. Output is shown under each worker's name. A worker that fails is started again, if "
+        "--max-restarts allows; then its failure ends all, and its status is the command's.",
     )
     run.add_argument("-n", "--workers", type=_positive, default=2, metavar="N", help="how many workers (default: 2)")
     run.add_argument(
         "--name-prefix", default="worker", metavar="NAME", help="workers are NAME0, NAME1, ... (default: worker)"
+    )
+    run.add_argument(
+        "--seed", type=int, metavar="S", help="seed random numbers: torch's and Python's of worker N with S + N"
+    )
+    run.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a worker that fails again, up to N times, while the others go on (default: 0)",
     )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     run.add_argument("script", metavar="SCRIPT")
@@ -88,7 +98,13 @@ def _run(options: argparse.Namespace) -> int:
     from telegrad.launch.script import run_script
 
     script = ["-m", options.script] if options.module else [options.script]
-    return run_script(options.workers, [*script, *options.arguments], name_prefix=options.name_prefix)
+    return run_script(
+        options.workers,
+        [*script, *options.arguments],
+        name_prefix=options.name_prefix,
+        max_restarts=options.max_restarts,
+        seed=options.seed,
+    )
 
 
 def _doctor(_: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from telegrad.autograd import context, get_gradients
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import current, registry
 from telegrad.errors import AutogradError, ContextNotFound
-from telegrad.ids import MAX_LOCAL_ID, ContextId, make_id
+from telegrad.ids import ContextId, last_id_of
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.remote_errors import raised_on
 
@@ -109,7 +109,7 @@ def _release_context(context_id: int) -> None:
 
 def _get_max_id() -> int:
     """The largest id a context of this worker can have."""
-    return make_id(registry().here, MAX_LOCAL_ID)
+    return last_id_of(registry().here)
 
 
 def _init(worker_id: int) -> None:

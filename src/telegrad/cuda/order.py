@@ -61,6 +61,10 @@ class Lane:
             found = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # of torch's
         return found
 
+    def put(self, stream: torch.cuda.Stream) -> None:
+        """Have this one on its device."""
+        self._streams[stream.device_index] = stream
+
     def streams(self) -> list[torch.cuda.Stream]:
         """Those on all devices in use."""
         return [self.stream(device) for device in _devices]
@@ -121,18 +125,45 @@ def take(arrived: int = 0) -> Lane:
     return lane
 
 
+def uses_several_devices() -> bool:
+    """Whether more than one device is in use."""
+    return len(_devices) > 1
+
+
+def current_lane() -> Lane | None:
+    """The lane this thread is on."""
+    return _local.lane
+
+
+def is_on_default() -> bool:
+    """Whether this thread's current streams are the default ones."""
+    return _local.lane is None and not any(current_stream(device) for device in _devices)
+
+
+def default_lane() -> Lane:
+    """The default streams as a lane, which is nobody's own and that all others follow."""
+    lane = Lane()
+    for device in _devices:
+        lane.put(_default_stream(device))
+    return lane
+
+
 def end(lane: Lane) -> None:
     """A request or a pass on this lane is about to be answered: from now on others follow its work."""
     with _lock:
-        lane.uses += 1
-        lane.ended_at = now()
-        lane.ended = lane.unfinished = True
+        _end(lane)
+
+
+def _end(lane: Lane) -> None:
+    lane.uses += 1
+    lane.ended_at = now()
+    lane.ended = lane.unfinished = True
 
 
 def give_back(lane: Lane) -> None:
     """A request or a pass is over."""
-    end(lane)
     with _lock:
+        _end(lane)
         _free.append(lane)
 
 

@@ -54,6 +54,14 @@ def backward(
 
     The gradients of leaves are in `get_gradients(context_id)` on the worker where the leaf lives, never in `.grad`.
     An error on any worker ends the pass on all, and is raised here with that worker's name and traceback.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 2))
+        ...     autograd.backward(context_id, [y.sum()])
+        ...     autograd.get_gradients(context_id)[x]
+        tensor([2., 4.])
     """
     agent = require_agent()
     since = 0.0 if trace.recorder is None else trace.now()
@@ -66,7 +74,7 @@ def backward(
         pass_ = service.open_recording(context, seconds)
     else:
         pass_ = service.open(context, retain_graph, seconds)
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
         with agent.layer(PassProfiler).profiling(context):
             pass_.begin(started)
             pass_.wait()
@@ -86,7 +94,16 @@ def backward_async(
     timeout: float = UNSET_RPC_TIMEOUT,
     create_graph: bool = False,
 ) -> Future[None]:
-    """Like `backward`, but returns a Future at once, which can be waited for or awaited."""
+    """Like `backward`, but returns a Future at once, which can be waited for or awaited.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 2))
+        ...     autograd.backward_async(context_id, [y.sum()]).wait()
+        ...     autograd.get_gradients(context_id)[x]
+        tensor([2., 4.])
+    """
     future: Future[None] = Future(what=f"the backward pass of context {context_id}")
 
     def run() -> None:

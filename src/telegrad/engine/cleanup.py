@@ -1,5 +1,6 @@
 """The end of a context: the worker that opened it tells the others, and every one of them lets go of everything."""
 
+from telegrad.engine.passes import MOST_NAMED
 from telegrad.engine.service import Service
 from telegrad.ids import ContextId, WorkerId
 from telegrad.rpc.request import Request
@@ -17,7 +18,9 @@ def end_context(service: Service, context_id: ContextId, told: tuple[WorkerId, .
     agent = service.agent
     if not newcomers or agent.closing:
         return
-    message = CleanupAutogradContext(context_id, (*told, *newcomers, context.here))
+    # Of many only this one is named, as in `Pass.named`; who has forgotten the context already tells nobody.
+    known = (*told, *newcomers, context.here)
+    message = CleanupAutogradContext(context_id, known if len(known) <= MOST_NAMED else (context.here,))
     for worker in newcomers:
         member = agent.directory.by_id(worker)
         if member is not None and not agent.is_dead(member):

@@ -1,11 +1,15 @@
 """A backward pass with CUDA tensors: all its parts, whichever threads run them, are on the streams of one lane.
 
+That is the lane of the request it began with, and on the root the default streams, if the thread that waits is on them.
+
 A gradient that is heard was made on the streams of the thread that hears it, one that leaves a Recv on those of the
 Recv's forward, where the engine runs it; both are handed over to the lane. What the pass leaves is found by whoever
 comes after its end (`cuda/order.py`). Only a process that has CUDA tensors makes its passes of these classes.
 """
 
 from typing import Any
+
+import torch
 
 from telegrad.autograd.functions import Gradients
 from telegrad.cuda import order
@@ -15,45 +19,59 @@ from telegrad.ids import MessageId
 
 
 class PassOnLane(Pass):
-    """A worker's part in a pass, on a lane of its own."""
+    """A worker's part in a pass, on the lane of the request that it began with."""
+
+    _taken: order.Lane | None = None  # to be given back
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._lane = order.take()
+        self.lane = self._choose_lane()
+
+    def _choose_lane(self) -> order.Lane:
+        lane = order.current_lane()
+        if lane is None:
+            lane = self._taken = order.take()
+        return lane
 
     def begin(self, roots: Roots | None = None) -> None:
         """Start, on the root from what `backward` was given."""
         if roots is not None:
-            order.hand_over(roots.gradients, self._lane)
-        with order.on(self._lane):
+            order.hand_over(roots.gradients, self.lane)
+        with order.on(self.lane):
             super().begin(roots)
 
     def hear(self, key: MessageId, gradients: Gradients | None) -> None:
         """The Send `key` has its gradients, or none will come."""
-        order.hand_over(gradients or (), self._lane)
+        order.hand_over(gradients or (), self.lane)
         super().hear(key, gradients)
 
     def run(self) -> None:
         """Run what may run, and see whether that was all."""
-        with order.on(self._lane):
+        # All of it by this thread: to wake the engine's own thread for a device takes longer than a small graph.
+        with order.on(self.lane), torch.autograd.set_multithreading_enabled(order.uses_several_devices()):
             super().run()
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         nearly = super()._is_nearly_done(gradients)
         if nearly:  # they wait for the answer, which leaves from the streams of the pass
-            order.hand_over(gradients or (), self._lane)
+            order.hand_over(gradients or (), self.lane)
         return nearly
 
     def _end(self) -> None:
-        order.end(self._lane)
+        order.end(self.lane)
         try:
             super()._end()
         finally:
-            order.give_back(self._lane)
+            if self._taken is not None:
+                order.give_back(self._taken)
 
 
 class RootPassOnLane(PassOnLane, RootPass):
     """The same on the worker that began the pass."""
+
+    def _choose_lane(self) -> order.Lane:
+        # The default streams, which all requests follow, are as good as a lane. Streams of the user's own are not.
+        return order.default_lane() if order.is_on_default() else super()._choose_lane()
 
     def wait(self) -> None:
         """Return when all are done; what follows in this thread finds the gradients."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _FEW_NODES = 64  # a graph so small is done before a message about it could be sent
 _FEW_BYTES = 32 * 1024
+MOST_NAMED = 32  # workers in a message about a pass, or about the end of a context
 
 ROOT = MessageId(-1)  # the roots of `backward` are heard like a Send
 
@@ -204,6 +205,11 @@ class Pass(LocalPass[MessageId]):
                 self.service.refused(self, error)
 
         agent.send(member, message, packed, timeout=0.0, what=self.what, complete=taken)
+
+    def named(self) -> tuple[WorkerId, ...]:
+        """Workers that know of this pass, for a message about it: who hears of it need not tell them. Of many only the
+        root is named, or the bytes of a pass would grow with the square of its workers; being told twice is no harm."""
+        return tuple(self.known) if len(self.known) <= MOST_NAMED else (self.root,)
 
     def what(self) -> str:
         """What others are asked to do, in words."""

@@ -10,14 +10,14 @@ import torch
 from telegrad.autograd.registry import within
 from telegrad.engine.backward import backward
 from telegrad.errors import RpcTimeout, RRefError
-from telegrad.ids import ContextId
+from telegrad.ids import ContextId, show_id
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.calls import rpc_sync
 from telegrad.rpc.options import DEFAULT_RPC_TIMEOUT_SEC
 from telegrad.rpc.request import Request
+from telegrad.rpc.workers import peer_of
 from telegrad.rref import RRef, references_of
 from telegrad.rref.outcome import Outcome
-from telegrad.rref.peers import peer_of, show_id
 from telegrad.wire.messages import RRefBackward, RRefBackwardReply
 
 

@@ -25,13 +25,13 @@ from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
 from telegrad.engine.passes import Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
-from telegrad.ids import ContextId, MessageId, PassId, WorkerId, count_from
+from telegrad.ids import ContextId, MessageId, PassId, WorkerId, ids_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.remote_errors import with_notes
 from telegrad.rpc.request import Request
-from telegrad.rpc.workers import Member
+from telegrad.rpc.workers import Member, peer_of
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import (
     AbortPass,
@@ -63,7 +63,7 @@ class Service(Layer):
         self.agent = agent
         self.registry: Registry = registry_of(agent)
         self.here = agent.member.worker_id
-        self._pass_ids = count_from(self.here, self.registry.first_number)
+        self._pass_ids = ids_of(peer_of(agent.member))
         self._lock = threading.Lock()
         self._passes: dict[ContextId, Pass] = {}  # the latest of each context
 
@@ -147,7 +147,7 @@ class Service(Layer):
 
     def invite(self, pass_: Pass, worker: WorkerId) -> None:
         """Tell a worker of the pass without a gradient."""
-        message = BeginPass(pass_.context.context_id, pass_.pass_id, pass_.root, pass_.retain_graph, tuple(pass_.known))
+        message = BeginPass(pass_.context.context_id, pass_.pass_id, pass_.root, pass_.retain_graph, pass_.named())
         self._request(pass_, worker, message, Packed(b"", []))
 
     def tell(self, pass_: Pass, worker: WorkerId, message_id: MessageId, gradients: Gradients | None) -> None:
@@ -158,7 +158,7 @@ class Service(Layer):
             pass_.pass_id,
             pass_.root,
             pass_.retain_graph,
-            tuple(pass_.known),
+            pass_.named(),
             present,
         )
         self._request(pass_, worker, message, Packed(b"", tensors))
@@ -270,10 +270,9 @@ class Service(Layer):
             self.agent.fail(request, ended.error)
             return
         carried, packed = _carried(ended)
-        if order.active:
-            order.adopt(packed.tensors)  # if the pass had ended before, its streams are not this thread's
-        participants = ended.context.participants | ended.known
-        self.agent.reply(request, PassDone(tuple(participants), carried), packed)
+        if order.active and getattr(ended, "lane", None) is not order.current_lane():
+            order.adopt(packed.tensors)  # the pass had ended before this was asked for, on other streams
+        self.agent.reply(request, PassDone(tuple(ended.context.participants), carried), packed)
 
     def serve_too_late(self, request: Request) -> None:
         """The handler of `TooLateForPass`."""

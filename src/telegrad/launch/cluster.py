@@ -26,6 +26,7 @@ from telegrad import rpc
 from telegrad.errors import AlreadyInitialized, RendezvousError
 from telegrad.launch.processes import Supervised, describe_status, end, say
 from telegrad.launch.worker import BOOT, READY, Orders, send_orders
+from telegrad.rpc import seeds
 from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.threads.cores import variables_for
 
@@ -38,6 +39,11 @@ class Cluster:
 
     After `start_restarting`, a worker that ends otherwise than by a shutdown is started again by the thread that saw
     it end; the lock guards the table of processes against that thread.
+
+    Example:
+        >>> with telegrad.local_cluster(workers=3) as cluster:
+        ...     cluster.others
+        ('worker1', 'worker2')
     """
 
     def __init__(self, names: Sequence[str], show_output: bool, env: Mapping[str, str]) -> None:
@@ -211,6 +217,7 @@ def local_cluster(
     env: Mapping[str, str] | None = None,
     show_output: bool = True,
     restart: bool = False,
+    seed: int | None = None,
     dashboard: bool = False,
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
 ) -> Iterator[Cluster]:
@@ -230,8 +237,14 @@ def local_cluster(
         show_output: whether what the workers print is shown.
         restart: whether a worker that is killed or crashes is started again, under its name. What it held is lost
             unless it was durable (see `telegrad.durable`).
+        seed: makes the random numbers of all workers repeatable, this process included; each gets its own, by its rank.
         dashboard: whether to serve a live page of the job; its address is printed, and is `cluster.dashboard`.
         shutdown_timeout: seconds that calls under way at the end of the block may still take, before ShutdownError.
+
+    Example:
+        >>> with telegrad.local_cluster(workers=2):
+        ...     rpc.rpc_sync("worker1", pow, (2, 3))
+        8
     """
     names = tuple(f"worker{rank}" for rank in range(workers)) if names is None else tuple(names)
     if not names or len(set(names)) != len(names):
@@ -240,6 +253,9 @@ def local_cluster(
         raise AlreadyInitialized("this process is already a worker: call rpc.shutdown() before local_cluster()")
     environment = {**os.environ, **(env or {})}
     environment |= variables_for(len(names), environment, threads)
+    if seed is not None:
+        environment[seeds.VARIABLE] = str(seed)
+        seeds.seed_all(seed, rank=0)
     environment["TELEGRAD_BOOT_PATH"] = json.dumps([p or os.getcwd() for p in sys.path])
     directory = tempfile.mkdtemp(prefix="telegrad-")
     options = rpc.RpcBackendOptions() if options is None else copy.copy(options)

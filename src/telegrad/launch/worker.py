@@ -14,6 +14,7 @@ import threading
 from typing import NamedTuple
 
 from telegrad import rpc
+from telegrad.rpc import seeds
 
 READY = b"!"
 _LENGTH = struct.Struct("<Q")
@@ -56,6 +57,8 @@ def main(fd: int) -> None:
     threading.Thread(target=_end_with_owner, args=(line,), name="end with owner", daemon=True).start()
     for layer in _LAYERS:
         importlib.import_module(layer)
+    if seeds.VARIABLE in os.environ:
+        seeds.seed_all(int(os.environ.pop(seeds.VARIABLE)), orders.rank)
     line.sendall(READY)
     rpc.init_rpc(orders.name, rank=orders.rank, world_size=orders.world_size, rpc_backend_options=orders.options)
     rpc.shutdown()

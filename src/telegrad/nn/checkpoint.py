@@ -17,7 +17,14 @@ from telegrad.nn.whole_model import load_state_dict, state_dict
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Gather the model's state from all its owners and write it to `path`."""
+    """Gather the model's state from all its owners and write it to `path`.
+
+    Example:
+        >>> model = torch.nn.Sequential(RemoteModule("worker1", torch.nn.Linear, args=(2, 1)))
+        >>> nn.save(model, "model.pt")
+        >>> nn.restore(model, "model.pt")
+        <All keys matched successfully>
+    """
     _check_model(model, "save")
     target = Path(path)
     safetensors = _safetensors(target) if _is_safetensors(target) else None
@@ -36,7 +43,14 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def restore(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> Any:
-    """Read `path` and give every module, here and on other workers, its part; returns what `load_state_dict` does."""
+    """Read `path` and give every module, here and on other workers, its part; returns what `load_state_dict` does.
+
+    Example:
+        >>> model = torch.nn.Sequential(RemoteModule("worker1", torch.nn.Linear, args=(2, 1)))
+        >>> nn.save(model, "model.pt")
+        >>> nn.restore(model, "model.pt")
+        <All keys matched successfully>
+    """
     _check_model(model, "restore")
     source = Path(path)
     if _is_safetensors(source):

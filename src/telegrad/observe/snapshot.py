@@ -11,10 +11,10 @@ import torch
 
 from telegrad.autograd.registry import registry_of
 from telegrad.engine.service import Service
+from telegrad.ids import worker_id_of
 from telegrad.observe.metrics import FunctionCount, LinkCount
 from telegrad.observe.service import Observation
 from telegrad.rpc.agent import Agent
-from telegrad.rref.peers import worker_id_of
 from telegrad.rref.references import References, references_of
 
 _MOST_VALUES = 20_000  # owned values that are looked at for their size

@@ -51,6 +51,13 @@ def clip_grad_norm_(
 
     Two rounds to all owners: one for the norms, one to scale. `DistributedOptimizer.step(context_id, max_norm=...)`
     does the second together with the step.
+
+    Example:
+        >>> layer = RemoteModule("worker1", torch.nn.Linear, args=(2, 1))
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, [layer(torch.ones(1, 2)).sum()])
+        ...     clip_grad_norm_(context_id, layer.remote_parameters(), max_norm=1.0)
+        tensor(1.7321)
     """
     check_context(context_id)
     groups, _ = parameter_groups(params_rref)

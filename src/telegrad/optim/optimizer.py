@@ -42,6 +42,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     trainer or others, are each applied whole on each owner, in no set order among owners.
 
     It is a `torch.optim.Optimizer` to learning-rate schedulers and to anything else that reads `param_groups`.
+
+    Example:
+        >>> layer = RemoteModule("worker1", torch.nn.Linear, args=(2, 1))
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, layer.remote_parameters(), lr=0.1)
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, [layer(torch.ones(1, 2)).sum()])
+        ...     optimizer.step(context_id)
     """
 
     def __init__(
@@ -73,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """References to the optimizers on the owners."""
         return list(self._locals.values())
 
-    def step(  # type: ignore[override]
+    def step(  # type: ignore[override] # wider than torch's on purpose
         self,
         context_id: int | None = None,
         *,

@@ -7,7 +7,8 @@ that `rpc.RRef` and `rpc.remote` work as they do in torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from telegrad.rpc import functions
+from telegrad.rpc import functions, graph_breaks
+from telegrad.rpc.autocast import with_autocast
 from telegrad.rpc.calls import rpc_async, rpc_sync
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
@@ -16,6 +17,7 @@ from telegrad.rpc.job.lifecycle import init_rpc, shutdown
 from telegrad.rpc.options import RpcBackendOptions, as_timeout
 from telegrad.rpc.patterns.batch import batch
 from telegrad.rpc.patterns.many import as_completed, gather, get_worker_infos, map
+from telegrad.rpc.seeds import seed_from_environment
 from telegrad.rpc.server.cancellation import cancelled
 from telegrad.rpc.trust.exports import Limits, export, withdraw
 from telegrad.rpc.workers import WorkerInfo
@@ -53,8 +55,12 @@ __all__ = [
     "set_rpc_timeout",
     "shutdown",
     "stream",
+    "with_autocast",
     "withdraw",
 ]
+
+graph_breaks.install()
+seed_from_environment()
 
 _FROM_ABOVE = {"RRef": "telegrad.rref", "remote": "telegrad.rref", "stream": "telegrad.rref.stream"}
 
@@ -71,21 +77,43 @@ def __dir__() -> list[str]:
 
 
 def is_available() -> bool:
-    """Whether calls can be made on this platform; always true where Telegrad can be imported."""
+    """Whether calls can be made on this platform; always true where Telegrad can be imported.
+
+    Example:
+        >>> rpc.is_available()
+        True
+    """
     return True
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """The WorkerInfo of a worker, by default of this one."""
+    """The WorkerInfo of a worker, by default of this one.
+
+    Example:
+        >>> rpc.get_worker_info().name
+        'worker0'
+    """
     agent = require_agent()
     return agent.info if worker_name is None else agent.find(worker_name).info
 
 
 def get_rpc_timeout() -> float:
-    """Seconds a call may take unless it says otherwise."""
+    """Seconds a call may take unless it says otherwise.
+
+    Example:
+        >>> rpc.get_rpc_timeout()
+        60.0
+    """
     return require_agent().rpc_timeout
 
 
 def set_rpc_timeout(seconds: float) -> None:
-    """Change the default timeout of calls from this worker."""
+    """Change the default timeout of calls from this worker.
+
+    Example:
+        >>> rpc.set_rpc_timeout(30)
+        >>> rpc.get_rpc_timeout()
+        30.0
+        >>> rpc.set_rpc_timeout(60)
+    """
     require_agent().rpc_timeout = as_timeout(seconds)

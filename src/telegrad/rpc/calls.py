@@ -53,7 +53,7 @@ def name_of(func: Any) -> str:
 
 
 def check_call(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise TypeError for what cannot be called so."""
+    """Raise TypeError if this is not a function, or these are not its arguments."""
     if not callable(func) and (type(func) is not str or not func):  # text is the name of an exported function
         raise TypeError(f"function should be callable, got {func!r}")
     if args is not None and type(args) is not tuple and not isinstance(args, Sequence):
@@ -77,7 +77,7 @@ def start_call(
 ) -> Slot:
     """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer."""
     around: Around | None = None
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
         profiler = agent.find_layer(CallProfiler)
         if profiler is not None:
             how = "remote" if make is not PythonCall else "sync" if future is None else "async"
@@ -309,6 +309,10 @@ def rpc_sync(
         retries: how often to run the call again if the worker dies meanwhile; only for functions that may run twice.
 
     Raises what `func` raises, as its own type; RpcTimeout at the deadline; WorkerDied if the worker is lost.
+
+    Example:
+        >>> rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+        tensor([2., 2.])
     """
     check_call(func, args, kwargs)
     agent = running.agent or require_agent()
@@ -390,7 +394,13 @@ def rpc_async(
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
-    """Like `rpc_sync`, but returns a Future at once; it can be waited for, awaited, and given callbacks."""
+    """Like `rpc_sync`, but returns a Future at once; it can be waited for, awaited, and given callbacks.
+
+    Example:
+        >>> futures = [rpc.rpc_async("worker1", pow, (n, 2)) for n in range(3)]
+        >>> [future.wait() for future in futures]
+        [0, 1, 4]
+    """
     check_call(func, args, kwargs)
     agent = running.agent or require_agent()
     link = link_to(agent, to)

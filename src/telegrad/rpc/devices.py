@@ -92,8 +92,10 @@ class Placement:
 
 
 def check_maps(members: Iterable[Member], is_static: bool) -> None:
-    """Raise ValueError for device maps that name devices or workers which are not there, with torch's words."""
-    known = {member.name: member for member in members}
+    """Raise ValueError for device maps that name devices or workers which are not there, with torch's words.
+
+    By rank, so that all workers name the same one."""
+    known = {member.name: member for member in sorted(members, key=lambda member: member.worker_id)}
     for member in known.values():
         if len(set(member.devices)) != len(member.devices):
             raise ValueError(f"Node {member.name} has duplicated devices\ndevices = {member.devices}")

@@ -26,7 +26,13 @@ S = TypeVar("S")
 
 
 class Future(torch.futures.Future[T]):
-    """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`."""
+    """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", pow, (2, 3))
+        >>> future.then(lambda done: done.wait() + 1).wait()
+        9
+    """
 
     # Where the reply will come; dropped at completion. No closure: each object that a call in flight leaves behind is
     # one more for the garbage collector to walk.
@@ -123,7 +129,7 @@ class Future(torch.futures.Future[T]):
             self._failure.seen = True
         torch._C.Future.add_done_callback(self, lambda _: callback(self))
 
-    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override] # wider than torch's on purpose
         """Complete with an error, which `wait` and `value` will raise."""
         if not isinstance(result, BaseException):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")

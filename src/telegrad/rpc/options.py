@@ -56,6 +56,10 @@ class RpcBackendOptions:
             beyond it messages go through host memory. Idle blocks are given back. 0 for none.
         max_message_bytes: a larger message is refused before memory is taken for it; others are told, and do not send
             it. Tensors in shared memory do not count: they are in the sender's.
+
+    Example:
+        >>> rpc.RpcBackendOptions(rpc_timeout=10, init_method="tcp://127.0.0.1:29500").rpc_timeout
+        10.0
     """
 
     # Whether a CUDA tensor goes to the same GPU on another worker where no device map says otherwise. torch's options,

@@ -7,14 +7,19 @@ from collections.abc import Iterable
 import msgspec
 
 from telegrad.errors import InvalidName, UnknownWorker
-from telegrad.ids import MAX_WORKER_ID, Incarnation, WorkerId, generation_of
+from telegrad.ids import MAX_WORKER_ID, Incarnation, PeerId, WorkerId, generation_of, peer_id
 from telegrad.transport.addresses import Address
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
 
 
 class WorkerInfo:
-    """A worker as users see it: its name and its id (its rank, where ranks were given)."""
+    """A worker as users see it: its name and its id (its rank, where ranks were given).
+
+    Example:
+        >>> rpc.get_worker_info("worker1")
+        WorkerInfo(id=1, name=worker1)
+    """
 
     __slots__ = ("id", "name")
 
@@ -61,6 +66,11 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def info(self) -> WorkerInfo:
         """What users see of it."""
         return WorkerInfo(self.name, self.worker_id)
+
+
+def peer_of(member: Member) -> PeerId:
+    """The peer that an incarnation of a worker is: what its ids begin with."""
+    return peer_id(member.worker_id, generation_of(member.incarnation))
 
 
 def check_name(name: str) -> None:

@@ -5,8 +5,7 @@ Each `Send` becomes the message of the same name (`SendDelete` an `RRefUserDelet
 
 import msgspec
 
-from telegrad.ids import ForkId, RRefId
-from telegrad.rref.peers import PeerId
+from telegrad.ids import ForkId, PeerId, RRefId
 
 
 class Action(msgspec.Struct, frozen=True, gc=False):

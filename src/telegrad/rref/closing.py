@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from telegrad.errors import RRefError, TelegradError
-from telegrad.ids import RRefId
+from telegrad.ids import PeerId, RRefId, show_id
 from telegrad.rpc.calls import start_call, wait_for_value
 from telegrad.rref.lifetime import Leak
 from telegrad.rref.loan import Loan
 from telegrad.rref.outcome import Outcome
-from telegrad.rref.peers import PeerId, show_id
 from telegrad.rref.references import References
 
 log = logging.getLogger("telegrad.rref")

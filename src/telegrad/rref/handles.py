@@ -7,15 +7,14 @@ from functools import partial
 from typing import Any
 
 from telegrad.errors import RpcTimeout, RRefError
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, RRefId, show_id
 from telegrad.rpc.calls import name_of, start_call, start_request, value_of, wait_for_value
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
-from telegrad.rpc.workers import Member
+from telegrad.rpc.workers import Member, peer_of
 from telegrad.rref.creation import Creation
 from telegrad.rref.outcome import Outcome
-from telegrad.rref.peers import peer_of, show_id
 from telegrad.rref.references import References
 from telegrad.wire.messages import PythonRemoteCall, RRefFetch
 

@@ -22,8 +22,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from telegrad.ids import ForkId, RRefId
-from telegrad.rref.peers import PeerId
+from telegrad.ids import ForkId, PeerId, RRefId
 
 
 class Leak(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, PeerId, RRefId, maker_of
 from telegrad.rref.actions import (
     Action,
     Actions,
@@ -21,7 +21,6 @@ from telegrad.rref.actions import (
     SendFlush,
 )
 from telegrad.rref.lifetime import Leak
-from telegrad.rref.peers import PeerId, maker_of
 
 
 class _Owned(msgspec.Struct):
@@ -71,7 +70,7 @@ class OwnerLedger:
             owned.forks[child] = to
         return ()
 
-    def take_back(self, rref_id: RRefId, child: ForkId, to: PeerId) -> Actions:
+    def share_unsent(self, rref_id: RRefId, child: ForkId, to: PeerId) -> Actions:
         """A shared handle never left this worker, because the call could not be encoded or sent."""
         if to == self.me:
             return self.drop(rref_id)

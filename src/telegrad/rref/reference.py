@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar, TypeVarTuple, Unpack, cast, overload
 import torch
 
 from telegrad.errors import RRefError
+from telegrad.ids import short_id
 from telegrad.rpc.calls import Args, Kwargs, Worker, check_call
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
@@ -14,7 +15,6 @@ from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
 from telegrad.rref.handles import Handle, OwnerHandle, create, hold
-from telegrad.rref.peers import short_id
 from telegrad.rref.references import references_of
 
 T = TypeVar("T")
@@ -36,6 +36,11 @@ class RRef(Generic[T]):
 
     `RRef(value)` makes this worker the owner; `remote` makes another one the owner of what a function returns there. A
     reference can be sent to any worker, in arguments and results. The value is kept while anyone has a reference to it.
+
+    Example:
+        >>> words = rpc.remote("worker1", list, ("abc",))
+        >>> words.rpc_sync().index("c"), words.to_here(), words.owner_name()
+        (2, ['a', 'b', 'c'], 'worker1')
     """
 
     _handle: Handle
@@ -232,6 +237,11 @@ def remote(
         timeout: seconds that the function may take; when they have passed, the reference is of no use here.
 
     What `func` raises is raised by `to_here`, on whichever worker.
+
+    Example:
+        >>> words = rpc.remote("worker1", list, ("abc",))
+        >>> words.to_here()
+        ['a', 'b', 'c']
     """
     check_call(func, args, kwargs)
     agent = require_agent()

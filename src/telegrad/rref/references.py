@@ -13,17 +13,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from telegrad.errors import RRefError, TelegradError, WorkerDied
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, PeerId, RRefId, ids_of, maker_of, show_id, worker_id_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.threads.yield_turn import blocking
-from telegrad.rpc.workers import Member
+from telegrad.rpc.workers import Member, peer_of
 from telegrad.rref import actions as act
 from telegrad.rref.creation import Deadlines
 from telegrad.rref.outcome import Outcome
 from telegrad.rref.owner_ledger import OwnerLedger
-from telegrad.rref.peers import PeerId, ids_of, maker_of, peer_of, show_id, worker_id_of
 from telegrad.rref.user_ledger import UserLedger
 from telegrad.wire import messages as msg
 

@@ -8,9 +8,9 @@ from telegrad.rpc.layer import Served
 from telegrad.rpc.packing import pack_for
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.run_call import CallService, Later
+from telegrad.rpc.workers import peer_of
 from telegrad.rref.actions import Refuse, SendAck
 from telegrad.rref.outcome import Outcome, RemoteFailure
-from telegrad.rref.peers import PeerId, peer_of
 from telegrad.rref.references import References
 from telegrad.wire.frames import Kind
 from telegrad.wire.messages import (
@@ -117,7 +117,7 @@ def serve_fork_request(references: References, request: Request) -> None:
     message, sender = request.message, peer_of(request.caller)
     assert type(message) is RRefForkRequest
     event = references.owned.on_fork_request
-    _acknowledge(references, request, event, sender, message.rref_id, message.fork_id, PeerId(message.holder))
+    _acknowledge(references, request, event, sender, message.rref_id, message.fork_id, message.holder)
 
 
 def serve_creation_failed(references: References, request: Request) -> None:
@@ -160,7 +160,7 @@ def serve_flush(references: References, request: Request) -> None:
     """An owner wants to hear when a death is known here, and what is then left of the dead one's handles."""
     message = request.message
     assert type(message) is RRefFlush
-    dead = PeerId(message.dead)
+    dead = message.dead
     references.feed(references.used.on_flush, peer_of(request.caller), dead)
     references.agent.reply(request, Ack())
     references.probe(dead)
@@ -170,5 +170,5 @@ def serve_flushed(references: References, request: Request) -> None:
     """The answer to a flush."""
     message = request.message
     assert type(message) is RRefFlushed
-    references.feed(references.owned.on_flushed, peer_of(request.caller), PeerId(message.dead), message.forks)
+    references.feed(references.owned.on_flushed, peer_of(request.caller), message.dead, message.forks)
     references.agent.reply(request, Ack())

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from telegrad.errors import RRefError, SerializationError, WorkerDied
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, PeerId, RRefId, show_id
 from telegrad.rpc.packing import Crossing, discard, local
+from telegrad.rpc.workers import peer_of
 from telegrad.rref.handles import Handle, OwnerHandle, UserHandle
 from telegrad.rref.loan import receiver
 from telegrad.rref.outcome import Outcome
-from telegrad.rref.peers import PeerId, peer_of, show_id
 from telegrad.rref.reference import RRef
 from telegrad.rref.references import References
 from telegrad.wire.codec import unpack
@@ -55,10 +55,10 @@ def _fork(handle: Handle, crossing: Crossing) -> ForkId:
     child, to = ForkId(references.new_id()), peer_of(crossing.peer)
     if isinstance(handle, OwnerHandle):
         references.feed(references.owned.share, handle.rref_id, child, to)
-        crossing.undo.append(partial(references.feed, references.owned.take_back, handle.rref_id, child, to))
+        crossing.undo.append(partial(references.feed, references.owned.share_unsent, handle.rref_id, child, to))
     else:
         references.feed(references.used.share, handle.fork_id, child, to)
-        crossing.undo.append(partial(references.feed, references.used.take_back, child))
+        crossing.undo.append(partial(references.feed, references.used.share_unsent, child))
     return child
 
 

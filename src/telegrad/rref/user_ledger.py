@@ -6,7 +6,7 @@ it.
 
 import msgspec
 
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, PeerId, RRefId, maker_of
 from telegrad.rref.actions import (
     Action,
     Actions,
@@ -18,7 +18,6 @@ from telegrad.rref.actions import (
     SendForkRequest,
 )
 from telegrad.rref.lifetime import Leak
-from telegrad.rref.peers import PeerId, maker_of
 
 
 class _Used(msgspec.Struct):
@@ -81,7 +80,7 @@ class UserLedger:
             self._children[child] = (root, to)
         return ()
 
-    def take_back(self, child: ForkId) -> Actions:
+    def share_unsent(self, child: ForkId) -> Actions:
         """A shared handle never left this worker, because the call could not be encoded or sent."""
         return self._release(child)
 

@@ -39,7 +39,7 @@ _USE_BITS = 20  # of the number of a use that a message carries; the rest follow
 _USES = 1 << _USE_BITS
 FIRST_NAME = _FIRST_NUMBER << _USE_BITS  # what messages call blocks of device memory begins here
 SLAB = 2 * 2**20
-_GRACE_SECONDS = 30.0  # after a lost connection, for a peer that may still be copying
+_GRACE_SECONDS = 5.0  # after a lost connection, for a peer that may still be copying
 
 
 class NoRoom(Exception):
@@ -270,6 +270,7 @@ class DeviceLender:
             self._closed = True
         if slabs:
             _left.append((time.monotonic() + _GRACE_SECONDS, slabs))
+            _collect_later()
 
 
 class _Opened:
@@ -405,6 +406,7 @@ class DeviceBorrower:
             watch([block.promise() for block in blocks], peer_is_gone)
             _unclosed.append((self, blocks))
             collect()
+            _collect_later()
 
     def close_if_read(self, blocks: list[BorrowedBlock]) -> bool:
         """Close these unless something is still to be read from one."""
@@ -437,6 +439,13 @@ def collect() -> None:
             break
         for slab in slabs:
             slab.free()
+
+
+def _collect_later() -> None:
+    """The agent, which tidies now and then, may be gone by then."""
+    timer = threading.Timer(_GRACE_SECONDS + 1.0, collect)
+    timer.daemon = True
+    timer.start()
 
 
 class Loan:

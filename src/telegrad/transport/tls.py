@@ -31,7 +31,11 @@ _HURRY = 0.05
 class Tls(NamedTuple):
     """Certificates for connections between hosts: this worker's own, its key, and the authority that all trust.
 
-    The certificate's common name, or one of its DNS names, is the worker's name."""
+    The certificate's common name, or one of its DNS names, is the worker's name.
+
+    Example:
+        >>> tls = rpc.Tls(cert="worker0.crt", key="worker0.key", ca="job.crt")
+    """
 
     cert: str
     key: str
@@ -195,30 +199,28 @@ class TlsStream(SocketStream):
         return self.pending > 0 or bool(self._poll_plain(seconds * 1000))
 
     def _receive_into(self, view: memoryview) -> int:
-        count = self._read_records(view)
-        try:
-            self.pending = self._tls.pending()  # decrypted and not read, which the socket does not show
-        except (OSError, ValueError):
-            self.pending = 0
-        return count
-
-    def _read_records(self, view: memoryview) -> int:
+        if not self.pending and not self._poll_plain(0):
+            return -1  # cheaper asked of the kernel than of OpenSSL, which answers by an exception
         count, limit = 0, min(len(view), _MOST_AT_ONCE)
-        read = self._tls.recv_into
-        while count < limit:
-            try:
+        read, pending = self._tls.recv_into, self._tls.pending
+        try:
+            while count < limit:
                 with self._step:
                     got = read(view[count : count + _RECORD])
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return count or -1
-            except ssl.SSLError:
-                if count:
-                    return count  # what came before is good; the error comes again
+                    self.pending = pending()  # decrypted and not read, which the socket does not show
+                if not got:
+                    return count
+                count += got
+                if got < _RECORD and not self.pending:  # the end of what was sent in one piece
+                    break
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            self.pending = 0
+            return count or -1
+        except ssl.SSLError:
+            self.pending = 0
+            if not count:
                 raise
-            if not got:
-                return count
-            count += got
-        return count
+        return count  # what came before an error is good; the error comes again
 
     def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
         """Write all of `buffers`; calls `blocked` once if that has to wait. TimeoutError at the deadline, after which

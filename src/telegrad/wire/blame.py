@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
         "its state cannot leave the process; send a list of what it yields, or the function that makes it",
     ),
     (types.ModuleType, "import it on the worker instead"),
+    (io.IOBase, "send its name, or what it contains, and open it on the worker"),
 )
 _DEFAULT_ADVICE = "create it on the worker that needs it, or give its class a __reduce__ that leaves it out"
 

@@ -9,6 +9,7 @@ cloudpickle. Pickled payloads are only for workers that have proved who they are
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import pickle
 import struct
@@ -28,6 +29,7 @@ from torch.storage import TypedStorage
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.wire import plain
 from telegrad.wire.blame import blame
+from telegrad.wire.main_module import finish_function, function_of, origin_of, versions_of
 from telegrad.wire.segments import Segment, segment_view
 from telegrad.wire.subclasses import put_together, take_apart
 
@@ -294,7 +296,28 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle sh
             return self._table.reduce(obj, cls)
         if not self._table.main_by_value and _is_of_main(obj) and _is_found_by_name(obj):
             return NotImplemented
+        if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
+            raise TypeError("an open file belongs to its process")  # cloudpickle would send what it contains
+        if isinstance(obj, torch.jit.ScriptModule):
+            raise SerializationError(
+                "a scripted module cannot be sent: load it on the worker with torch.jit.load, or send the bytes that "
+                "torch.jit.save writes"
+            )
+        if cls is FunctionType and getattr(obj, "_torchdynamo_wrapper_id", None) == id(obj):
+            return _compiled, (obj._torchdynamo_orig_callable, _backend_of(obj))
         return super().reducer_override(obj)
+
+    def _dynamic_function_reduce(self, func: FunctionType) -> Any:
+        reduced = super()._dynamic_function_reduce(func)
+        origin = origin_of(func) if self._table.main_by_value else None
+        if origin is None:
+            return reduced
+        code, _, _, _, closure = reduced[1]
+        attributes, slots = reduced[2]
+        names = slots["__globals__"]
+        rest = (attributes, {**slots, "__globals__": {}})
+        state = (rest, names, versions_of(origin, names))
+        return function_of, (origin, code, closure), state, None, None, finish_function
 
 
 def _dump(pickler: type[_Pickler | _CloudPickler], value: Any, main_by_value: bool) -> Packed:
@@ -347,6 +370,19 @@ def _storage_of(tensor: Tensor) -> UntypedStorage:
 
 def _typed_storage_of(storage: UntypedStorage, dtype: torch.dtype) -> TypedStorage:
     return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _backend_of(compiled: Any) -> str:
+    """What a function was compiled with, by name."""
+    context = inspect.getclosurevars(compiled).nonlocals.get("self")
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_name", "inductor")
+
+
+def _compiled(function: Any, backend: str) -> Any:
+    return torch.compile(function, backend=backend)
 
 
 def _as_subclass(tensor: Tensor, cls: type[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from telegrad.ids import ContextId, ForkId, Incarnation, MessageId, PassId, RRefId, WorkerId
+from telegrad.ids import ContextId, ForkId, Incarnation, MessageId, PassId, PeerId, RRefId, WorkerId
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -25,7 +25,7 @@ class PythonCall(Message, frozen=True, tag=1):
 
     function: int  # its number in the sender's table of functions for this link; 0: only in `definition`
     definition: bytes  # the function itself, the first time its number is used
-    timeout: float  # seconds the caller will wait; 0 for ever
+    timeout: float  # seconds the caller will wait, 0 for ever: for those who watch; the receiver does not act on it
 
 
 class PythonReply(Message, frozen=True, tag=2):
@@ -48,7 +48,7 @@ class PythonRemoteCall(Message, frozen=True, tag=4):
     fork_id: ForkId
     function: int
     definition: bytes
-    timeout: float
+    timeout: float  # as in `PythonCall`
 
 
 class Ack(Message, frozen=True, tag=5):
@@ -62,7 +62,7 @@ class RRefFetch(Message, frozen=True, tag=10):
     """Send me the value of this reference, as soon as it exists."""
 
     rref_id: RRefId
-    timeout: float
+    timeout: float  # as in `PythonCall`
 
 
 class RRefFetchReply(Message, frozen=True, tag=11):
@@ -80,7 +80,7 @@ class RRefForkRequest(Message, frozen=True, tag=13):
 
     rref_id: RRefId
     fork_id: ForkId
-    holder: WorkerId
+    holder: PeerId
 
 
 class RRefChildAccept(Message, frozen=True, tag=14):
@@ -97,22 +97,22 @@ class RRefAck(Message, frozen=True, tag=15):
 
 
 class RRefCreationFailed(Message, frozen=True, tag=18):
-    """The request that should have created this reference never left me; the error is in the payload."""
+    """The request that should have created this reference never left me: whoever waits for the value gets an error."""
 
     rref_id: RRefId
     fork_id: ForkId
 
 
 class RRefFlush(Message, frozen=True, tag=19):
-    """A worker died: tell me which forks of my references you gave it, or had from it."""
+    """A worker died. When you know it too, and have said all you had to say about forks from it, say `RRefFlushed`."""
 
-    dead: WorkerId
+    dead: PeerId
 
 
 class RRefFlushed(Message, frozen=True, tag=50):
     """Everything I had to say about the dead worker's forks has been said; `forks` are those that were under way."""
 
-    dead: WorkerId
+    dead: PeerId
     forks: tuple[tuple[RRefId, ForkId], ...]
 
 
@@ -327,7 +327,7 @@ class Goodbye(Message, frozen=True, tag=45):
     """I am leaving on purpose; what you still ask of me will not be answered."""
 
     incarnation: Incarnation
-    exited: bool = False  # its program ended without calling shutdown
+    exited: bool  # its program ended without calling shutdown
 
 
 class DialBack(Message, frozen=True, tag=49):

@@ -103,7 +103,7 @@ class RecordingService(Service):
 
     def invite(self, pass_: Pass, worker: WorkerId) -> None:
         """Tell a worker of the pass without a gradient."""
-        message = BeginPass(pass_.context.context_id, pass_.pass_id, pass_.root, pass_.retain_graph, tuple(pass_.known))
+        message = BeginPass(pass_.context.context_id, pass_.pass_id, pass_.root, pass_.retain_graph, pass_.named())
         self._send_of_kind(pass_, worker, message, [], NOT_RECORDED)
 
     def tell(self, pass_: Pass, worker: WorkerId, message_id: MessageId, gradients: Gradients | None) -> None:
@@ -116,7 +116,7 @@ class RecordingService(Service):
             pass_.pass_id,
             pass_.root,
             pass_.retain_graph,
-            tuple(pass_.known),
+            pass_.named(),
             () if gradients is None else tuple([gradient is not None for gradient in gradients]),
         )
         tensors = [gradient.detach().requires_grad_(recorded >= 0 and gradient.requires_grad) for gradient in given]
@@ -214,7 +214,7 @@ class RecordingService(Service):
             self.agent.fail(request, ended.error)
             return
         assert isinstance(ended, Recorded)
-        done = PassDone(tuple(ended.context.participants | ended.known), ())
+        done = PassDone(tuple(ended.context.participants), ())
         self.agent.reply(request, PassDoneWithInputs(done, tuple(ended.captured)) if ended.has_inputs else done)
 
     # --- the tensors that `grad` asks of ---

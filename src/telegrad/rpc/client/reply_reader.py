@@ -129,7 +129,7 @@ class ReplyReader:
                 finally:
                     self._stop_reading()
                     if read:
-                        self._complete_in_person(read)
+                        self._complete_in_person(read, slot)
             else:
                 self._sleep_until_woken(slot)
             if not slot.done and slot.deadline <= time.monotonic():
@@ -329,14 +329,16 @@ class ReplyReader:
             if complete is not None:  # else its caller came for the reply in person, and was first
                 complete(slot)
 
-    def _complete_in_person(self, slots: list[Slot]) -> None:
-        """The same in the thread of a user, which runs nobody's callbacks: those go to the I/O threads."""
+    def _complete_in_person(self, slots: list[Slot], own: Slot) -> None:
+        """The same in the thread of a user, which runs nobody's callbacks: those go to the I/O threads. What it has
+        come for itself, its `own` if that is attended, it will take."""
         for_others = []
         for slot in slots:
             future = slot.future
             if future is None:
                 if slot.attended:
-                    for_others.append(slot)
+                    if slot is not own:
+                        for_others.append(slot)
                     continue
             else:
                 future.settling = True  # before looking: see `Future.add_done_callback`
@@ -363,4 +365,4 @@ class ReplyReader:
 
 @interruptible
 def _acquire(lock: Any, seconds: float) -> bool:
-    return lock.acquire(timeout=seconds)  # type: ignore[no-any-return]
+    return lock.acquire(timeout=seconds)  # type: ignore[no-any-return] # typed by what it comes from

@@ -238,18 +238,30 @@ class MemberLog:
                 end = int(self._log.add("records", 0))
                 self._unwritten += range(self._read, end)
                 self._read = end
-                for index in list(self._unwritten):
-                    if self._log.check(f"record/{index}"):  # if not, what others wrote behind it is read all the same
-                        fresh += self._read_record(index)
-                        self._unwritten.remove(index)
+                fresh, self._unwritten = self._read_all(self._unwritten)
         except RuntimeError as error:
             if self.where is None:
                 raise
             log.debug("the rendezvous store has closed, and is opened anew: %s", error)
         return fresh
 
-    def _read_record(self, index: int) -> list[Member]:
-        record = self._seal.open(self._log.get(f"record/{index}"))
+    def _read_all(self, indexes: list[int]) -> tuple[list[Member], list[int]]:
+        """The records that are there, and which are not. In few requests: all workers of a job read the records of all,
+        so one request for each would be the square of their number."""
+        if not indexes:
+            return [], []
+        records = self._log.get_all([f"record/{index}" for index in indexes])
+        if records is not None:
+            return [member for record in records for member in self._decoded(record)], []
+        if len(indexes) == 1:
+            return [], indexes
+        middle = len(indexes) // 2
+        found, unwritten = self._read_all(indexes[:middle])
+        more, also_unwritten = self._read_all(indexes[middle:])
+        return found + more, unwritten + also_unwritten
+
+    def _decoded(self, sealed: bytes) -> list[Member]:
+        record = self._seal.open(sealed)
         try:
             if record is not None:
                 return [_decode(record)]

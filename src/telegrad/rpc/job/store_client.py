@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 
 # The requests of torch's protocol, as its server numbers them.
 _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _NUM_KEYS, _DELETE, _PING = 0, 1, 2, 3, 4, 5, 7, 8, 13
+_MULTI_GET = 10
 _MAGIC = struct.pack("<BI", _VALIDATE, 0x3C85F7CE)
 _PING_FORM, _NUMBER, _LENGTH = struct.Struct("<BI"), struct.Struct("<q"), struct.Struct("<Q")
 _NONCE = struct.Struct("<I")
@@ -104,6 +105,16 @@ class StoreClient(Store):
         self.wait([key])
         value: bytes = self._ask(_GET, _text(_KEY_PREFIX + key), self._receive_value)
         return value
+
+    def has_extended_api(self) -> bool:
+        """Whether several values can be asked for at once."""
+        return True
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that are there."""
+        request = _LENGTH.pack(len(keys)) + b"".join(_text(_KEY_PREFIX + key) for key in keys)
+        values: list[bytes] = self._ask(_MULTI_GET, request, lambda: [self._receive_value() for _ in keys])
+        return values
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write `desired` if the value is `expected` (or nothing, and `expected` is empty); what is there then."""
@@ -203,6 +214,15 @@ class Prefixed:
     def check(self, key: str) -> bool:
         """Whether a key is there."""
         return bool(self._store.check([self._key(key)]))
+
+    def get_all(self, keys: list[str]) -> list[bytes] | None:
+        """The values of all these keys, in one request where the store can do that; None if some are not there."""
+        names = [self._key(key) for key in keys]
+        if not self._store.check(names):
+            return None
+        if self._store.has_extended_api():
+            return [bytes(value) for value in self._store.multi_get(names)]
+        return [bytes(self._store.get(name)) for name in names]
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write `desired` if the value is `expected`; what is there then."""

@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from telegrad.cuda import order
+
 LIMIT = 400e-6  # longer waits are slept through: the cost of waking is then a small part
+_LIMIT_WITH_GPU = 1500e-6  # calls of CUDA take a few times as long as those of the host, and longer after a sleep
 _MARGIN = 20e-6
 _PROBE_EVERY = 32
 _ANOTHER_RAN = 200e-6  # a look that takes so long has let another process run: there are more of them than cores
@@ -42,7 +45,8 @@ class Spinner:
             self._resting -= 1
             return False
         expected = self._expected
-        if expected > LIMIT:
+        limit = _LIMIT_WITH_GPU if order.active else LIMIT
+        if expected > limit:
             self._skipped += 1
             if self._skipped < _PROBE_EVERY:
                 return False
@@ -50,7 +54,7 @@ class Spinner:
         clock = time.perf_counter
         start = clock()
         now = start
-        end = start + min(LIMIT, 2 * expected + _MARGIN)
+        end = start + min(limit, 2 * expected + _MARGIN)
         pause = os.sched_yield
         while now < end:
             if io_threads.working > most:
@@ -58,11 +62,11 @@ class Spinner:
             pause()
             if ready(0):
                 elapsed = now - start
-                self._expected = elapsed if expected > LIMIT else expected + (elapsed - expected) / 8
+                self._expected = elapsed if expected > limit else expected + (elapsed - expected) / 8
                 return True
             before, now = now, clock()
             if now - before > _ANOTHER_RAN:
                 self._resting = _REST
                 return False
-        self._expected = min(1.25 * expected + _MARGIN, 2 * LIMIT)
+        self._expected = min(1.25 * expected + _MARGIN, 2 * limit)
         return False

@@ -33,6 +33,9 @@ class Limits(NamedTuple):
         contexts: autograd contexts it may have open here.
         kept_bytes: bytes of results that are kept until it has said that they arrived.
         patience: seconds that this worker waits for it to take in an answer.
+
+    Example:
+        >>> limits = rpc.Limits(calls_per_second=100)
     """
 
     calls_per_second: float = 1000.0
@@ -63,6 +66,12 @@ def export(function: Any = None, *, name: str | None = None, may_call: Collectio
         may_call: names of the workers that may; by default all of the job.
 
     Also a decorator: `@rpc.export`, `@rpc.export(may_call=["company"])`.
+
+    Example:
+        >>> def double(x):
+        ...     return 2 * x
+        >>> _ = rpc.export(double, name="double it", may_call=["worker1"])
+        >>> rpc.withdraw("double it")
     """
     if function is None:
         return lambda decorated: export(decorated, name=name, may_call=may_call)
@@ -82,7 +91,12 @@ def export(function: Any = None, *, name: str | None = None, may_call: Collectio
 
 
 def withdraw(name: str) -> None:
-    """Export a function no longer. Whoever calls it from now on is refused."""
+    """Export a function no longer. Whoever calls it from now on is refused.
+
+    Example:
+        >>> _ = rpc.export(abs, name="absolute")
+        >>> rpc.withdraw("absolute")
+    """
     with _lock:
         entry = _exports.pop(name, None)
         if entry is not None:

@@ -1,0 +1,231 @@
+"""The bookkeeping of device blocks, without a GPU: who may use a block when, what is given back, and dead peers.
+
+Calls of CUDA are noted by a stand-in for the runtime; `tests/cuda` has the same things on a real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad.errors import ProtocolError
+from telegrad.transport import device_blocks
+from telegrad.transport.blocks import Mapping
+from telegrad.transport.device_blocks import (
+    SLAB,
+    Announcement,
+    DeviceBlock,
+    DeviceBorrower,
+    DeviceLender,
+    DeviceSegment,
+    NoRoom,
+)
+from telegrad.transport.device_flags import Flags, Page, Promise, watch
+from tests.waiting import wait_until
+
+MEMORY = 64 * SLAB
+
+
+class Noted:
+    """Stands in for the CUDA runtime: notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self._addresses = itertools.count(2**40, 2**32)
+        self.memory: dict[int, int] = {}  # by address: bytes
+        self.opened: list[int] = []
+        self.calls: list[tuple[Any, ...]] = []
+
+    def allocate(self, nbytes: int) -> int:
+        address = next(self._addresses)
+        self.memory[address] = nbytes
+        return address
+
+    def free(self, address: int) -> None:
+        del self.memory[address]
+
+    def total_memory(self) -> int:
+        return MEMORY * 10
+
+    def export_memory(self, address: int) -> bytes:
+        return address.to_bytes(64, "little")
+
+    def open_memory(self, handle: bytes) -> int:
+        self.opened.append(int.from_bytes(handle, "little"))
+        return self.opened[-1]
+
+    def close_memory(self, address: int) -> None:
+        self.opened.remove(address)
+
+    def copy(self, *call: Any) -> None:
+        self.calls.append(("copy", *call))
+
+    def fill(self, *call: Any) -> None:
+        self.calls.append(("fill", *call))
+
+    def wait_value(self, *call: Any) -> None:
+        self.calls.append(("wait", *call))
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        self.calls.append(("write", stream, address, value))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+    noted = Noted()
+    monkeypatch.setattr(device_blocks, "runtime", lambda: noted)
+    monkeypatch.setattr(device_blocks, "visible_gpus", lambda: ("a gpu",))
+    monkeypatch.setattr(device_blocks, "budget", device_blocks.Budget())
+    monkeypatch.setattr(device_blocks, "_exported", {})
+    monkeypatch.setattr(device_blocks, "_collect_later", lambda: None)
+    monkeypatch.setattr(device_blocks.order, "current_stream", lambda _: 7)
+    monkeypatch.setattr("telegrad.cuda.host.pinned", lambda mapping: mapping.address)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    yield noted
+    device_blocks._unclosed.clear()
+    device_blocks._left.clear()
+
+
+@pytest.fixture
+def page() -> Page:
+    return Page(1, Mapping(-1, 64 * 1024))
+
+
+@pytest.fixture
+def lender(cuda: Noted, page: Page) -> DeviceLender:
+    return DeviceLender(lambda: Flags(page))
+
+
+def announced(block: DeviceBlock) -> Announcement:
+    block.announced = True
+    return Announcement(block.number, block.size, "a gpu", block.offset, block.slab.handle, block.flag)
+
+
+def borrower_of(*blocks: DeviceBlock) -> DeviceBorrower:
+    device_blocks._exported.clear()  # as in another process
+    made = DeviceBorrower()
+    for block in blocks:
+        assert made.open(announced(block)) == ""
+    return made
+
+
+def test_small_blocks_share_an_allocation_and_are_used_again(lender: DeviceLender, cuda: Noted) -> None:
+    blocks = [lender.take(0, 1000) for _ in range(32)]
+    assert list(cuda.memory.values()) == [SLAB]
+    assert len({block.address for block in blocks}) == 32
+    lender.give_back([blocks[5].number])
+    assert lender.take(0, 1000) is blocks[5]
+    assert blocks[5].uses == 2
+    lender.take(0, 1000)
+    assert len(cuda.memory) == 2
+
+
+def test_what_was_not_lent_cannot_be_released(lender: DeviceLender) -> None:
+    block = lender.take(0, 1000)
+    lender.give_back([block.number])
+    for number in (block.number, 3):
+        with pytest.raises(ProtocolError, match="which it had not been lent"):
+            lender.give_back([number])
+
+
+def test_beyond_the_share_there_is_no_room(lender: DeviceLender, cuda: Noted) -> None:
+    lender.take(0, MEMORY // 2)
+    with pytest.raises(NoRoom, match="and may have"):
+        lender.take(0, MEMORY)
+    assert sum(cuda.memory.values()) == MEMORY // 2
+
+
+def test_idle_memory_is_freed_once_the_peer_has_closed_it(lender: DeviceLender, cuda: Noted) -> None:
+    block = lender.take(0, SLAB)
+    peer = borrower_of(block)
+    lender.trim(time.monotonic() + 1)
+    assert not lender.has_retired  # it is lent
+    lender.give_back([block.number])
+    lender.trim(time.monotonic() + 1)
+    numbers = lender.retired()
+    assert numbers == (block.number,) and cuda.memory
+    peer.retire(numbers)
+    assert not cuda.opened
+    lender.give_back(peer.released)
+    assert not cuda.memory and not lender.has_blocks
+
+
+def test_a_loan_waits_copies_and_tells(lender: DeviceLender, cuda: Noted) -> None:
+    block = lender.take(0, 1000)
+    peer = borrower_of(block)
+    loan = peer.borrow(block.name)
+    segment: DeviceSegment = loan[64:164]
+    del loan
+    segment.copy_to(99, torch.device("cuda", 0))
+    assert cuda.calls == [
+        ("wait", 7, block.flag.written.on_device, 1),
+        ("copy", 99, block.address + 64, 100, 7),
+    ]
+    assert not peer.released
+    del segment
+    assert cuda.calls[-1] == ("write", 7, block.flag.read.on_device, 1)
+    assert list(peer.released) == [block.number]
+
+
+def test_a_use_is_named_once_and_counted_beyond_what_a_name_holds(lender: DeviceLender) -> None:
+    block = lender.take(0, 1000)
+    peer = borrower_of(block)
+    del_me = peer.borrow(block.name)
+    with pytest.raises(ProtocolError, match="without announcing or regaining"):
+        peer.borrow(block.name)
+    del del_me
+    with pytest.raises(ProtocolError, match="twice"):
+        peer.borrow(block.name)
+    theirs = peer._blocks[block.number]
+    assert not isinstance(theirs, str)
+    block.uses = theirs.uses = 2**20 - 1
+    block.uses += 2  # one message never came
+    peer.borrow(block.name)
+    assert theirs.uses == 2**20 + 1
+
+
+def test_a_gpu_that_is_not_seen_is_said_so(lender: DeviceLender) -> None:
+    block = lender.take(0, 1000)
+    assert "does not see the GPU" in DeviceBorrower().open(announced(block)._replace(gpu="another"))
+
+
+@pytest.mark.parametrize("wrong", [{"number": 5}, {"size": 0}, {"offset": -1}, {"memory": b"short"}])
+def test_nonsense_is_refused(lender: DeviceLender, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        DeviceBorrower().open(announced(lender.take(0, 1000))._replace(**wrong))
+
+
+def test_numbers_count_in_a_circle(page: Page, cuda: Noted) -> None:
+    number = Flags(page).take().written
+    number.set(2**32 + 5)
+    assert number.has_reached(2**32 + 5) and number.has_reached(2**32 - 3)
+    assert not number.has_reached(2**32 + 6)
+
+
+def test_what_a_dead_peer_promised_is_written_after_it_was_spoiled(page: Page, cuda: Noted) -> None:
+    flag = Flags(page).take()
+    seen: list[bool] = []
+    watch([Promise(flag.written, 3, lambda: seen.append(flag.written.has_reached(3)))], lambda: True)
+    wait_until(lambda: flag.written.has_reached(3))
+    assert seen == [False]
+
+
+def test_a_living_peer_keeps_its_promise_itself(page: Page, cuda: Noted) -> None:
+    flag = Flags(page).take()
+    spoiled: list[int] = []
+    gone: list[int] = []
+
+    def peer_is_gone() -> bool:
+        gone.append(1)
+        if len(gone) == 3:
+            flag.written.set(1)
+        return False
+
+    watch([Promise(flag.written, 1, lambda: spoiled.append(1))], peer_is_gone)
+    wait_until(lambda: len(gone) >= 3)
+    assert flag.written.has_reached(1) and not spoiled
