@@ -4,20 +4,19 @@
 
 The driver and one other worker each compute for half of every step, and hold half of the state. Rounds of plain steps
 and of durable ones alternate. Also: what is waited for when a snapshot is taken (each worker copies its state aside),
-how long a return takes once the lost worker is back, and that a plain step is the same whether a run exists or not.
+and how long a return takes once the lost worker is back.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 import telegrad
 from telegrad import autograd, durable, rpc
-from telegrad.nn import RemoteModule
 
 ROUNDS, STEPS = 7, 40
 
@@ -81,34 +80,6 @@ def durable_steps(halves: list[nn.Module], run: durable.Run, steps: Iterator[int
     return (time.perf_counter() - began) / STEPS, longest
 
 
-def bytecodes(function: Callable[[], object]) -> int:
-    """How many bytecodes of this thread a call takes: the same each time."""
-    import sys
-
-    count = 0
-
-    def trace(frame: object, event: str, _: object) -> object:
-        nonlocal count
-        frame.f_trace_opcodes = True  # type: ignore[attr-defined]
-        count += event == "opcode"
-        return trace
-
-    sys.settrace(trace)  # type: ignore[arg-type]
-    try:
-        function()
-    finally:
-        sys.settrace(None)
-    return count
-
-
-def median_bytecodes(halves: list[nn.Module]) -> float:
-    def step() -> None:
-        with autograd.context() as context_id:
-            one_step(halves, context_id)
-
-    return statistics.median(bytecodes(step) for _ in range(15))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of surviving")
     parser.add_argument("--megabytes", type=float, default=64.0, help="of state, half of it on each worker")
@@ -119,8 +90,6 @@ def main() -> None:
     work = multiplications_for(given.step / 2000)
     arguments = (given.megabytes / 2, work)
     with telegrad.local_cluster(workers=2, threads=1, restart=True, show_output=False) as cluster:
-        light = [RemoteModule(name, Half, (0.01, 1)) for name in cluster.names]
-        before = median_bytecodes(light)
         run = durable.Run("benchmark", every=given.every)
         halves = [run.module(name, Half, arguments) for name in cluster.names]
         steps = run.steps(10**9)
@@ -132,7 +101,6 @@ def main() -> None:
             kept.append(seconds)
             longest.append(between)
         off, on = statistics.median(plain), statistics.median(kept)
-        after = median_bytecodes(light)
         print(f"{given.megabytes:g} MB of state on two workers, a snapshot every {given.every} steps, one copy")
         print(f"  plain step     {off * 1e3:7.2f} ms")
         print(f"  durable step   {on * 1e3:7.2f} ms, {on / off - 1:+.1%}")
@@ -144,7 +112,6 @@ def main() -> None:
         next(steps)
         back = run.returns[-1]
         print(f"  return         {back.seconds * 1e3:7.0f} ms after the worker was back, to {back.to_step} steps")
-        print(f"  a plain step   {before:7.0f} bytecodes without a run, {after:.0f} beside one")
         steps.close()  # type: ignore[attr-defined] # a generator
         run.close()
 

@@ -63,7 +63,7 @@ class UnknownWorker(TelegradError, ValueError):
 
 
 class InvalidName(TelegradError, ValueError):
-    """A worker cannot be called so."""
+    """This cannot be the name of a worker."""
 
 
 class RpcTimeout(TelegradError, TimeoutError):

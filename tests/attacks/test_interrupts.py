@@ -31,12 +31,13 @@ def _one(source: random.Random) -> None:
     chance = source.random()
     x = torch.ones(2, 2, requires_grad=True)
     pause = source.choice((0.0, 0.0, 0.005))
+    plain = x.detach()
     if chance < 0.4:
-        rpc.rpc_sync("worker1", work, (x, pause), timeout=10)
+        rpc.rpc_sync("worker1", work, (plain, pause), timeout=10)
     elif chance < 0.5:
-        rpc.rpc_async("worker1", work, (x, pause), timeout=10).wait()
+        rpc.rpc_async("worker1", work, (plain, pause), timeout=10).wait()
     elif chance < 0.7:
-        rpc.remote("worker1", work, (x, pause), timeout=10).to_here()
+        rpc.remote("worker1", work, (plain, pause), timeout=10).to_here()
     else:
         with autograd.context() as context_id:
             y = rpc.rpc_sync("worker1", work, (x, pause), timeout=10)

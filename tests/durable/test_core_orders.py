@@ -1,4 +1,6 @@
-"""A run of three workers through every order of its messages, with a death at every moment, the driver's included.
+"""A driver and a worker through every order of their messages, with a death at every moment, the driver's included.
+
+And many lives of three and four workers, with more deaths, whose orders are too many to see them all.
 
 The two cores are real; the processes around them only move messages, one at a time, and a state is the list of epochs
 in which its steps were made, so that a mixture of two attempts would show. Requests from one worker to another arrive
@@ -51,7 +53,7 @@ class Process:
 
 
 class World:
-    """Three workers, the messages between them, and a disk."""
+    """Some workers, the messages between them, and a disk."""
 
     def __init__(self, chance: Chance, members: str, copies: int, steps: int, deaths: int, disk: bool) -> None:
         self.chance = chance
@@ -366,14 +368,6 @@ def test_every_order_of_two_workers_leads_to_the_end(copies: int, steps: int, de
     assert explore(run, most=1_000_000)
 
 
-@pytest.mark.long
-def test_every_order_of_three_workers_leads_to_the_end() -> None:
-    def run(chance: Chance) -> None:
-        one_life(chance, members="dab", copies=1, steps=1, deaths=1, disk=False)
-
-    assert explore(run, most=100_000_000)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("members", "copies", "steps", "deaths", "disk"),
@@ -382,7 +376,7 @@ def test_every_order_of_three_workers_leads_to_the_end() -> None:
 def test_many_lives_of_more_workers(
     members: str, copies: int, steps: int, deaths: int, disk: bool, long_profile: bool
 ) -> None:
-    for seed in range(100_000 if long_profile else 1_000):
+    for seed in range(100_000 if long_profile else 500):
         dice = Dice(seed)
         try:
             one_life(dice, members=members, copies=copies, steps=steps, deaths=deaths, disk=disk)

@@ -42,8 +42,8 @@ def undisturbed(folder: Path, **settings: Any) -> Any:
 @pytest.mark.chaos
 @pytest.mark.timeout(120)
 def test_weights_after_kills_are_those_of_an_undisturbed_run(tmp_path: Path, long_profile: bool) -> None:
-    steps, strikes = (300, 60) if long_profile else (30, 4)
-    seed = int(os.environ.get("TELEGRAD_CHAOS_SEED", str(time.time_ns() % 2**32 if long_profile else 4)))
+    steps, strikes = (300, 60) if long_profile else (30, 5)
+    seed = int(os.environ.get("TELEGRAD_CHAOS_SEED", str(time.time_ns() % 2**32 if long_profile else 21)))
     expected = undisturbed(tmp_path, steps=steps)
     assert expected["losses"][steps - 1] < expected["losses"][0]
     with job(tmp_path, train, steps=steps, pause=0.03) as made:
@@ -58,3 +58,21 @@ def test_weights_after_kills_are_those_of_an_undisturbed_run(tmp_path: Path, lon
         print(f"seed {seed}: {made.deaths} deaths by {killer.kinds}")
         assert made.deaths >= min(strikes, 3)
         assert_equal(made.result(), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_whole_job_goes_on_from_disk(tmp_path: Path) -> None:
+    settings = {"steps": 24, "every": 2, "disk_every": 4}
+    expected = undisturbed(tmp_path, **settings)
+    directory = tmp_path / "snapshots"
+    with job(tmp_path, train, directory=directory, pause=0.03, **settings) as made:
+        assert made.until(lambda: bool(list(directory.glob("training/*/whole.json"))), 60)
+        for each in made.processes.values():
+            each.kill()
+    assert not made.done
+    with job(tmp_path, train, directory=directory, **settings) as again:
+        assert again.until(lambda: again.done, 100)
+        assert_equal(again.result(), expected)
+    newest = max(int(whole.parent.name.partition(".")[0]) for whole in directory.glob("training/*/whole.json"))
+    assert newest == 24

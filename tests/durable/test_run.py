@@ -143,15 +143,37 @@ def test_modules_may_call_each_other_and_keep_their_mode(cluster: HarmedCluster)
         assert first.get_module_rref().to_here().training
 
 
-def test_other_errors_of_a_step_are_raised(cluster: HarmedCluster) -> None:
+def test_a_loop_may_be_left_and_entered_again(cluster: HarmedCluster) -> None:
+    with durable.Run("left") as run:
+        counter = run.remote("worker1", Counter, save=save, load=load)
+        for k in run.steps(10):
+            if k == 4:
+                break
+            with run.step():
+                counter.rpc_sync().add(1)
+            if k == 2:
+                break
+        for k in run.steps(6):
+            with run.step():
+                assert counter.rpc_sync().add(1) == k + 1
+        assert run.completed == 6
+
+
+def test_other_errors_of_a_step_are_raised_and_it_is_undone(cluster: HarmedCluster) -> None:
     run = durable.Run("failing")
-    run.remote("worker1", Counter, save=save, load=load)
+    counter = run.remote("worker1", Counter, save=save, load=load)
+
+    def step(_: int) -> None:
+        counter.rpc_sync().add(1)
+        rpc.rpc_sync("worker1", divide)
+
     with pytest.raises(ZeroDivisionError):
-        train(run, lambda k: rpc.rpc_sync("worker1", divide))
+        train(run, step)
+    assert counter.rpc_sync().add(0) == 1
+    assert list(run.steps(2)) == [0, 1]
+    assert counter.rpc_sync().add(0) == 0
     with pytest.raises(DurableError, match="has begun: declare"):
         run.keep(Counter(), save=save, load=load)
-    with pytest.raises(DurableError, match="belongs into a loop"):
-        run.step()
     with pytest.raises(DurableError, match="has a run 'failing' already"):
         durable.Run("failing")
     run.close()

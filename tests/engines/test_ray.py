@@ -115,7 +115,7 @@ with ray_cluster(workers=WORKERS, resources={"CPU": 0.5}, max_restarts=-1) as cl
                 report["named"] += 1
                 report["failed"] = True
                 time.sleep(0.05)
-            assert time.monotonic() - began < 30
+            assert time.monotonic() - began < 60
         report["failed"] = False
         report["slowest"] = max(report["slowest"], time.monotonic() - began)
 """
@@ -159,7 +159,9 @@ def test_training_goes_on_while_actors_are_killed(tmp_path: Path, long_profile: 
     right = report["right"]
     assert isinstance(right, int) and right >= 2 * kills
     slowest = report["slowest"]
-    assert isinstance(slowest, float) and slowest < 20  # 10 s on a machine with nothing else to do
+    # Ten seconds where there is a core for it: most of it is the new process importing torch.
+    limit = 10 if os.getloadavg()[0] < (os.cpu_count() or 1) else 60
+    assert isinstance(slowest, float) and slowest < limit
     print(report)
 
 

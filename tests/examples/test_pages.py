@@ -1,4 +1,4 @@
-"""What the README and the quickstart show runs as it stands."""
+"""What the README, the quickstart and the page on training that survives show runs as it stands."""
 
 import re
 import subprocess
@@ -16,7 +16,11 @@ def programs(page: str) -> list[str]:
     return [block for block in blocks if block.startswith(("import", "from"))]
 
 
-CASES = [(page, number) for page in ("README.md", "docs/quickstart.md") for number in range(len(programs(page)))]
+CASES = [
+    (page, number)
+    for page in ("README.md", "docs/quickstart.md", "docs/durable.md")
+    for number in range(len(programs(page)))
+]
 
 
 @pytest.mark.slow

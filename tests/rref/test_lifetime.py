@@ -148,11 +148,11 @@ class TestSharing:
     def test_taken_back_when_the_call_could_not_be_sent(self, owner: OwnerLedger, a: UserLedger) -> None:
         confirmed(a).share(FA, FB, B)
         a.drop(FA)
-        assert a.take_back(FB) == (SendDelete(OWNER, R, FA),)
+        assert a.share_unsent(FB) == (SendDelete(OWNER, R, FA),)
         owner.hold(R)
         owner.share(R, FO, B)
         owner.drop(R)
-        assert owner.take_back(R, FO, B) == (Forget(R),)
+        assert owner.share_unsent(R, FO, B) == (Forget(R),)
 
 
 class TestRepeats:

@@ -124,9 +124,9 @@ class World:
         if sent:
             self.bag.append((at.me, Carrier(to, Handle(handle.rref_id, child, handle.owner))))
         elif handle.fork_id is None:
-            self.perform(at, at.owner.take_back(handle.rref_id, child, to))
+            self.perform(at, at.owner.share_unsent(handle.rref_id, child, to))
         else:
-            self.perform(at, at.user.take_back(child))
+            self.perform(at, at.user.share_unsent(child))
 
     def drop(self, at: Worker, handle: Handle) -> None:
         at.handles.remove(handle)

@@ -53,7 +53,7 @@ class context:  # noqa: N801 - the name torch's users write
     A call outside any context records nothing, so the gradients of what it sends are lost without a word; usually
     because it is made in a thread that was started within the block, and such a thread begins outside of it. While a
     context with `strict` is open, sending a tensor that requires grad from this worker outside any context is an error.
-    Under `torch.no_grad()` nothing is recorded either, but that is said in so many words, and is none.
+    Under `torch.no_grad()` nothing is recorded either; that was asked for, and is no error.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)

@@ -129,7 +129,7 @@ class Coordinator:
     # --- beginning and returning ---
 
     def start(self) -> list[Action]:
-        """All values have been declared."""
+        """All values have been declared; or a step failed for a reason of its own, and is to be undone."""
         return self._gather() if not self.missing else []
 
     def died(self, member: str) -> list[Action]:
@@ -137,10 +137,14 @@ class Coordinator:
         if self.phase is not Phase.ENDED:
             self.missing.add(member)
             self.phase = Phase.WAITING
-            self._pending = self._writing = self._final = None
-            self._due = self._due_on_disk = False
+            self._forget_plans()
             self._lost_any = True
         return []
+
+    def _forget_plans(self) -> None:
+        """Nothing comes of the snapshots that were being taken."""
+        self._pending = self._writing = self._final = None
+        self._due = self._due_on_disk = False
 
     def came(self, member: str) -> list[Action]:
         """A member is there, or is back."""
@@ -149,6 +153,7 @@ class Coordinator:
 
     def _gather(self) -> list[Action]:
         self.phase = Phase.GATHERING
+        self._forget_plans()
         self.epoch = next(self._epochs)
         self._reports = {}
         return [Halt(member, self.epoch) for member in self.members]

@@ -83,7 +83,7 @@ class Driver:
         self._resumed = False
         self._lost: dict[str, float] = {}  # who is waited for, and since when
         self._return: tuple[float, list[str]] | None = None  # when one began, and who had died
-        worker.listen(settings.run, self._noted)
+        parts_of(agent).driven[settings.run] = self._noted
 
     # --- what the loop calls ---
 
@@ -109,6 +109,12 @@ class Driver:
         self._perform(self.core.step_ended(take=write or step % settings.every == 0, write=write, final=final))
         self._until_resumed()
 
+    def undo(self) -> None:
+        """A step failed for a reason of its own, and may be half done: return to the last snapshot."""
+        self._resumed = False
+        self._perform(self.core.start())
+        self._until_resumed()
+
     def recover(self) -> None:
         """A step failed because somebody died: return to the last snapshot."""
         self._until_resumed()
@@ -132,7 +138,6 @@ class Driver:
 
     def close(self) -> None:
         """Have all members forget the run."""
-        worker.listen(self._settings.run, None)
         for member in self.members:
             if member == self._agent.info.name:
                 worker.forget(self._settings.run)

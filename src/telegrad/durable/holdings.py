@@ -55,7 +55,7 @@ class Holdings(Generic[State]):
         self.check(epoch)
         self.kept[owner, snapshot] = state
 
-    def commit(self, epoch: int, snapshot: Snapshot) -> list[State]:
+    def commit(self, epoch: int, snapshot: Snapshot) -> dict[Snapshot, State]:
         """All of `snapshot` is safe: forget older ones, and those of epochs that are over. Returns own ones forgotten.
 
         A snapshot that is being taken is younger, and stays."""
@@ -66,7 +66,7 @@ class Holdings(Generic[State]):
 
         self.kept = {key: state for key, state in self.kept.items() if not is_past(key[1])}
         past = [old for old in self.own if is_past(old)]
-        return [self.own.pop(old) for old in past]
+        return {old: self.own.pop(old) for old in past}
 
     def forget(self) -> None:
         """The run is to begin anew."""

@@ -65,7 +65,7 @@ class Part:
     lock: threading.Lock = field(default_factory=threading.Lock)
     guard: threading.Lock = field(default_factory=threading.Lock)
     spare: State | None = None  # a copy that is not needed any more: its memory is
-    sending: int = 0  # copies on their way, whose memory must not be written over
+    sending: set[Snapshot] = field(default_factory=set)  # on their way: their memory must not be written over
 
     # --- values ---
 
@@ -116,8 +116,7 @@ class Part:
         """Forget what is older than a snapshot, except for the memory."""
         with self.guard:
             forgotten = self.holdings.commit(epoch, snapshot)
-            if forgotten and not self.sending:
-                self.spare = forgotten[0]
+            self.spare = next((state for old, state in forgotten.items() if old not in self.sending), self.spare)
 
     # --- quiet ---
 
@@ -149,6 +148,8 @@ class Parts(Layer):
     def __init__(self) -> None:
         self.by_run: dict[str, Part] = {}
         self.waiting: dict[str, list[tuple[str, int]]] = {}  # what the driver of a run waits for
+        # Runs that are driven from here, and who hears what members tell of them; None before the first step.
+        self.driven: dict[str, Callable[[str, str, Snapshot], None] | None] = {}
         self.closed = False  # whether a run was closed here by its driver
 
     def waits(self) -> Sequence[tuple[str, int]]:

@@ -15,7 +15,7 @@ from telegrad import autograd, rpc
 from telegrad.durable import worker
 from telegrad.durable.driver import Driver, Return, Settings, next_epoch
 from telegrad.durable.optimizer import DurableOptimizer
-from telegrad.durable.part import Recipe, part_of
+from telegrad.durable.part import Recipe, part_of, parts_of
 from telegrad.durable.reference import DurableRef
 from telegrad.errors import DurableError, WorkerDied
 from telegrad.nn import RemoteModule
@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_RESTART_TIMEOUT = 300.0
-
-_open: set[str] = set()
 
 
 class Run:
@@ -82,9 +80,9 @@ class Run:
             )
         if copies == 0 and directory is None:
             raise ValueError("a run without copies needs a directory: somewhere its state has to be safe")
-        if name in _open:
-            raise DurableError(f"this process has a run {name!r} already: close() it, or give this one another name")
         self._agent = agent = require_agent()
+        if name in parts_of(agent).driven:
+            raise DurableError(f"this worker has a run {name!r} already: close() it, or give this one another name")
         folder = None if directory is None else Path(directory).absolute() / name
         disk_every = disk_every or (every if copies == 0 else 10 * every)
         self._settings = Settings(name, copies, every, folder, disk_every, timeout, restart_timeout)
@@ -95,16 +93,18 @@ class Run:
         self._lost_before: list[str] = []
         self._kept_modules: dict[int, str] = {}
         self._driver: Driver | None = None
-        self._in_loop = False
+        self._loop: object | None = None  # the latest loop over the steps
+        self._half_done = False  # a loop over the steps ended in the midst of one
+        self._failed = False  # the last step ended with an error of its own
         self._outcome: bool | None = None  # of the step under way: done, given up, or neither yet
         if not resume and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        _open.add(name)
         # References are sent with the epoch this worker is in, and refused by those who are in a later one.
         self._declaration = part_of(agent, name).holdings.epoch = next_epoch(agent)
         self._declare(agent.info.name)
         for holder in holders:
             self._declare(agent.find(holder).name)
+        parts_of(agent).driven[name] = None
 
     def __repr__(self) -> str:
         return f"<Run {self.name!r}: {self.completed} steps, {len(self._recipes)} workers>"
@@ -266,20 +266,27 @@ class Run:
         """The numbers of the steps to make, up to `number`: 0, 1, 2 and so on, going back by itself after a death.
 
         The work of a step stands in a block `with run.step()`. When the iterator ends, the last state is safe."""
-        if self._in_loop:
-            raise DurableError(f"run {self.name!r} is being stepped through already")
         driver = self._begin()
-        self._in_loop = True
+        self._loop = loop = object()
+        if self._half_done:
+            driver.undo()
+        self._half_done = True  # unless it turns out otherwise: whatever ends this loop may end it within a step
         try:
             while driver.core.step < number:
-                self._outcome = None
+                self._outcome, self._failed = None, False
                 yield driver.core.step
+                if self._loop is not loop:
+                    raise DurableError(f"run {self.name!r} is being stepped through by another loop")
                 if self._outcome is False:
                     driver.recover()
                 else:
                     driver.step_ended(final=driver.core.step + 1 == number)
-        finally:
-            self._in_loop = False
+            self._half_done = False
+        except GeneratorExit:
+            if self._loop is loop and not self._failed and self._outcome is not False:
+                if self._outcome:  # a break behind a step that was done; otherwise one before a step
+                    driver.core.step_ended()
+                self._half_done = False
 
     def _begin(self) -> Driver:
         if self._driver is None:
@@ -297,13 +304,13 @@ class Run:
         """`with run.step() as context_id:` is the work of one step, in an autograd context.
 
         If a member of the run dies meanwhile, the block ends there, without an error, and the step comes again."""
-        if not self._in_loop or self._driver is None:
+        if self._loop is None or self._driver is None:
             raise DurableError("run.step() belongs into a loop over run.steps()")
         return Step(self, self._driver)
 
     def close(self) -> None:
         """The run is over: all workers forget its values and snapshots. What is on disk stays."""
-        _open.discard(self.name)
+        parts_of(self._agent).driven.pop(self.name, None)
         if self._driver is not None:
             self._driver.close()
 
@@ -313,8 +320,8 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:
-            _open.discard(self.name)
+        else:  # what there is of it stays: one of this name may go on
+            parts_of(self._agent).driven.pop(self.name, None)
 
 
 class Step:
@@ -332,6 +339,7 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self._context.__exit__(kind, error, trace)
+        self._run._failed = error is not None
         if error is None:
             self._run._outcome = True
         elif isinstance(error, Exception) and self._driver.died_by(error):

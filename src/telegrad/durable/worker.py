@@ -14,6 +14,7 @@ from telegrad.durable.generators import seed_generators
 from telegrad.durable.part import Part, Recipe, State, part_of, parts_of
 from telegrad.durable.snapshots import Report, Snapshot
 from telegrad.errors import DurableError, RunSuperseded, WorkerDied
+from telegrad.optim.owner import LocalOptimizer
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 
@@ -41,8 +42,7 @@ def declare(
         part.holdings.live = True
         for recipe in recipes:
             made = part.make(recipe)
-            describe = getattr(made, "description", None)
-            result = describe() if callable(describe) else None
+            result = made.description() if isinstance(made, LocalOptimizer) else None
     return agent.member.incarnation, result
 
 
@@ -67,7 +67,7 @@ def take(
         state = part.state()
         with part.guard:
             part.holdings.take(epoch, snapshot, state)
-            part.sending += 1
+            part.sending.add(snapshot)
     agent.io_threads.submit(lambda: _send_on(agent, part, epoch, snapshot, holders, folder, driver, seconds))
 
 
@@ -100,7 +100,7 @@ def _send_on(
         _complain(agent, part, snapshot, driver, error, seconds)
     finally:
         with part.guard:
-            part.sending -= 1
+            part.sending.discard(snapshot)
 
 
 def _complain(agent: Agent, part: Part, snapshot: Snapshot, driver: str, error: Exception, seconds: float) -> None:
@@ -189,16 +189,9 @@ def forget(run: str) -> None:
 
 # --- what members tell the driver ---
 
-_listeners: dict[str, Any] = {}  # runs that are driven from this process, by name
-
-
-def listen(run: str, to: Any) -> None:
-    """Have what members tell about a run put where its driver looks."""
-    _listeners[run] = to
-
 
 def note(run: str, what: str, who: str, snapshot: Snapshot) -> None:
     """A member's part has arrived, or was written, or could not be."""
-    listener = _listeners.get(run)
+    listener = parts_of(require_agent()).driven.get(run)
     if listener is not None:
         listener(what, who, snapshot)

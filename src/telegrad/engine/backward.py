@@ -74,7 +74,7 @@ def backward(
         pass_ = service.open_recording(context, seconds)
     else:
         pass_ = service.open(context, retain_graph, seconds)
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
         with agent.layer(PassProfiler).profiling(context):
             pass_.begin(started)
             pass_.wait()

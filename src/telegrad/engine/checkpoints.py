@@ -27,14 +27,14 @@ _torchs_own = CheckpointFunction.backward
 
 def install() -> None:
     """Let reentrant checkpoints take part in passes."""
-    CheckpointFunction.backward = staticmethod(_backward)  # type: ignore[method-assign]
+    CheckpointFunction.backward = staticmethod(_backward)  # type: ignore[method-assign] # replaced on purpose
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     running = getattr(taker(), "__self__", None)  # the pass whose engine call this is
     context = getattr(running, "context", None)
     if context is None:
-        return _torchs_own(ctx, *gradients)  # type: ignore[no-untyped-call]
+        return _torchs_own(ctx, *gradients)  # type: ignore[no-untyped-call] # torch's own, without types
     saved = iter(ctx.saved_tensors)
     places = set(ctx.tensor_indices)
     given = tuple([next(saved) if place in places else value for place, value in enumerate(ctx.inputs)])

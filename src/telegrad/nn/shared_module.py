@@ -49,7 +49,7 @@ class SharedModule(nn.Module):
         return {key: value for key, value in self.__dict__.items() if key not in ("_taking", "_copies")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)  # type: ignore[no-untyped-call] # torch's own, without types
         self._taking = threading.Lock()
         self._copies = weakref.WeakKeyDictionary()
 
@@ -88,4 +88,4 @@ def _replica(module: nn.Module, copies: Copies) -> nn.Module:
                 replica._parameters[name] = param
             else:
                 setattr(replica, name, standing[param])
-    return replicas[module]  # type: ignore[no-any-return]
+    return replicas[module]  # type: ignore[no-any-return] # typed by what it comes from

@@ -80,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """References to the optimizers on the owners."""
         return list(self._locals.values())
 
-    def step(  # type: ignore[override]
+    def step(  # type: ignore[override] # wider than torch's on purpose
         self,
         context_id: int | None = None,
         *,

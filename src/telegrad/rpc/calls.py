@@ -53,7 +53,7 @@ def name_of(func: Any) -> str:
 
 
 def check_call(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise TypeError for what cannot be called so."""
+    """Raise TypeError if this is not a function, or these are not its arguments."""
     if not callable(func) and (type(func) is not str or not func):  # text is the name of an exported function
         raise TypeError(f"function should be callable, got {func!r}")
     if args is not None and type(args) is not tuple and not isinstance(args, Sequence):
@@ -77,7 +77,7 @@ def start_call(
 ) -> Slot:
     """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer."""
     around: Around | None = None
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
         profiler = agent.find_layer(CallProfiler)
         if profiler is not None:
             how = "remote" if make is not PythonCall else "sync" if future is None else "async"

@@ -20,4 +20,4 @@ def async_execution(fn: F) -> F:
         return fn(*args, **kwargs)
 
     setattr(wrapper, ASYNC_MARK, wrapper)
-    return wrapper  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value] # the wrapper has the type of what it wraps

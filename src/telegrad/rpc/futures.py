@@ -129,7 +129,7 @@ class Future(torch.futures.Future[T]):
             self._failure.seen = True
         torch._C.Future.add_done_callback(self, lambda _: callback(self))
 
-    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override] # wider than torch's on purpose
         """Complete with an error, which `wait` and `value` will raise."""
         if not isinstance(result, BaseException):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")

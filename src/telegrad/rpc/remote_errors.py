@@ -183,7 +183,7 @@ def rebuild_exception(message: ExceptionReply, payload: Any, tensors: list[torch
         )
     notes = [note for note in getattr(error, "__notes__", ()) if not isinstance(note, RemoteNote)]
     error.__notes__ = [*notes, RemoteNote(message.traceback)]
-    return error  # type: ignore[no-any-return]
+    return error  # type: ignore[no-any-return] # typed by what it comes from
 
 
 def _rebuild_short(message: ExceptionReply) -> Exception:

@@ -3,12 +3,15 @@
 A link or a session knows this and the events it has to tell of, and nothing of the agent above it.
 """
 
+import logging
+
 from telegrad.rpc.devices import Placement
 from telegrad.rpc.layer import Layers
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.threads.delayed_flush import DelayedFlush
 from telegrad.rpc.threads.io_threads import IoThreads
 from telegrad.rpc.threads.timer import Timer
+from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.transport.copying import Helpers
 
@@ -27,6 +30,7 @@ class Runtime:
         self.helpers = Helpers(name)  # copy parts of large tensors
         self.timer = Timer(name)
         self.delayed_flush = DelayedFlush(self.timer)
+        self.warnings = LimitedLog(logging.getLogger("telegrad.rpc"))  # of what peers do wrong
         self.calls_made = 0
         self.calls_served = 0
         self.closing = False  # nothing new is asked or served, and whoever is lost is not looked for

@@ -70,7 +70,7 @@ class OwnerLedger:
             owned.forks[child] = to
         return ()
 
-    def take_back(self, rref_id: RRefId, child: ForkId, to: PeerId) -> Actions:
+    def share_unsent(self, rref_id: RRefId, child: ForkId, to: PeerId) -> Actions:
         """A shared handle never left this worker, because the call could not be encoded or sent."""
         if to == self.me:
             return self.drop(rref_id)

@@ -60,7 +60,7 @@ async def _in_threads(values: Iterator[T]) -> AsyncIterator[T]:
     end = object()
     try:
         while (value := await asyncio.to_thread(next, values, end)) is not end:
-            yield value  # type: ignore[misc]
+            yield value  # type: ignore[misc] # mypy cannot type this form
     finally:
         if hasattr(values, "close"):
             await asyncio.to_thread(values.close)
@@ -101,7 +101,7 @@ class Stream(Generic[T]):
         if tag == _END:
             self._finish()
             raise StopIteration
-        return value  # type: ignore[no-any-return]
+        return value  # type: ignore[no-any-return] # typed by what it comes from
 
     def __aiter__(self) -> Self:
         return self
@@ -117,7 +117,7 @@ class Stream(Generic[T]):
         if tag == _END:
             self._finish()
             raise StopAsyncIteration
-        return value  # type: ignore[no-any-return]
+        return value  # type: ignore[no-any-return] # typed by what it comes from
 
     def close(self) -> None:
         """Read no more: the generator on the other worker is closed. Does not wait for that."""

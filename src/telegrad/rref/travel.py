@@ -55,10 +55,10 @@ def _fork(handle: Handle, crossing: Crossing) -> ForkId:
     child, to = ForkId(references.new_id()), peer_of(crossing.peer)
     if isinstance(handle, OwnerHandle):
         references.feed(references.owned.share, handle.rref_id, child, to)
-        crossing.undo.append(partial(references.feed, references.owned.take_back, handle.rref_id, child, to))
+        crossing.undo.append(partial(references.feed, references.owned.share_unsent, handle.rref_id, child, to))
     else:
         references.feed(references.used.share, handle.fork_id, child, to)
-        crossing.undo.append(partial(references.feed, references.used.take_back, child))
+        crossing.undo.append(partial(references.feed, references.used.share_unsent, child))
     return child
 
 

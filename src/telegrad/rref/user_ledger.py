@@ -80,7 +80,7 @@ class UserLedger:
             self._children[child] = (root, to)
         return ()
 
-    def take_back(self, child: ForkId) -> Actions:
+    def share_unsent(self, child: ForkId) -> Actions:
         """A shared handle never left this worker, because the call could not be encoded or sent."""
         return self._release(child)
 

@@ -91,7 +91,7 @@ class Block:
     def alias(self) -> Any:
         """A new ctypes array over the whole block; what is built on it keeps it, and it keeps the mapping."""
         array = self._array_type.from_address(self.address)
-        array.mapping = self._mapping  # type: ignore[attr-defined]
+        array.mapping = self._mapping  # type: ignore[attr-defined] # torch declares no type for it
         return array
 
     def close(self) -> None:

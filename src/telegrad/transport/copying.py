@@ -46,7 +46,7 @@ class Copier:
         job = _Job(target, source, nbytes)
         turns = [threading.Lock() for _ in range(self._helpers)]
         for turn in turns:
-            self.ask_for_help(lambda turn=turn: job.help(turn))  # type: ignore[misc]
+            self.ask_for_help(lambda turn=turn: job.help(turn))  # type: ignore[misc] # mypy cannot type this form
         job.work()
         begun = time.perf_counter()
         for turn in turns:

@@ -327,7 +327,7 @@ class Goodbye(Message, frozen=True, tag=45):
     """I am leaving on purpose; what you still ask of me will not be answered."""
 
     incarnation: Incarnation
-    exited: bool = False  # its program ended without calling shutdown
+    exited: bool  # its program ended without calling shutdown
 
 
 class DialBack(Message, frozen=True, tag=49):

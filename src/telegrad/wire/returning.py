@@ -47,7 +47,7 @@ def _holders(tensors: Sequence[Tensor], index: int) -> tuple[int, ...]:
     return (
         sys.getrefcount(tensors[index]),
         weakref.getweakrefcount(tensors[index]),
-        tensors[index]._use_count(),  # type: ignore[attr-defined]
+        tensors[index]._use_count(),  # type: ignore[attr-defined] # torch declares no type for it
         sys.getrefcount(storage[0]),
         torch._C._storage_Use_Count(storage[0]._cdata),
     )

@@ -49,7 +49,7 @@ def segment_view(segment: Segment) -> memoryview:
     if not segment.nbytes:
         return memoryview(bytearray())
     array = (ctypes.c_ubyte * segment.nbytes).from_address(segment.address)
-    array.owner = segment.owner  # type: ignore[attr-defined]
+    array.owner = segment.owner  # type: ignore[attr-defined] # torch declares no type for it
     return memoryview(array).cast("B")
 
 

@@ -121,7 +121,7 @@ def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: 
     try:
         return calls.rpc_sync(to, sent, sent_args, sent_kwargs, timeout)
     except TypeError as error:
-        if _find_builtin(func) is None:  # type: ignore[no-untyped-call]
+        if _find_builtin(func) is None:  # type: ignore[no-untyped-call] # torch's own, without types
             raise
         raise RuntimeError(
             f"Overloaded torch operator invoked from Python failed to match any schema:\n{error}"

@@ -5,7 +5,7 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined] # torch declares no type for it
 
 from telegrad.compat.rpc import api, constants
 from telegrad.compat.rpc.agent import TensorPipeAgent
@@ -35,7 +35,7 @@ def _backend_type_repr(self: Any) -> str:
 
 
 def _backend_types(members: dict[str, BackendValue]) -> Any:
-    types: Any = enum.Enum("BackendType", members)  # type: ignore[misc]
+    types: Any = enum.Enum("BackendType", members)  # type: ignore[misc] # mypy cannot type this form
     setattr(types, "__repr__", _backend_type_repr)  # noqa: B010 - mypy takes it for a method of all enums
     types.__doc__ = "The backends there are."
     return types

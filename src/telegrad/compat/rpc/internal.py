@@ -59,7 +59,7 @@ class _InternalRPCPickler:
 
 
 def _load_script_module(saved: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(saved))  # type: ignore[no-untyped-call]
+    return torch.jit.load(io.BytesIO(saved))  # type: ignore[no-untyped-call] # torch's own, without types
 
 
 def _save_script_module(module: Any) -> tuple[Any, ...]:
@@ -126,9 +126,9 @@ def _start_record_function(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dest_worker_name: str
 ) -> Any:
     """Begin to record a call in the running profile; whoever asked ends it."""
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
         raise AssertionError("Autograd profiler should be enabled.")
-    record = torch.autograd._RecordFunction()  # type: ignore[attr-defined]
+    record = torch.autograd._RecordFunction()  # type: ignore[attr-defined] # torch declares no type for it
     key = _build_rpc_profiling_key(exec_type, func_name, current_worker_name, dest_worker_name)
-    torch.autograd._run_before_callbacks(record, key)  # type: ignore[attr-defined]
+    torch.autograd._run_before_callbacks(record, key)  # type: ignore[attr-defined] # torch declares no type for it
     return record

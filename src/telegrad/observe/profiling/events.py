@@ -132,7 +132,7 @@ def merge(events: list[Any], calls: Sequence[ProfiledCall], *, legacy: bool) -> 
 
 def _received(event: RemoteEvent, call: ProfiledCall, begin: float, legacy: bool) -> Any:
     name = f"{call.key}{REMOTE_OP}{event.name}"
-    return FunctionEvent(  # type: ignore[no-untyped-call]
+    return FunctionEvent(  # type: ignore[no-untyped-call] # torch's own, without types
         id=0,
         node_id=event.node,
         name=name,
@@ -149,7 +149,7 @@ def _received(event: RemoteEvent, call: ProfiledCall, begin: float, legacy: bool
         is_async=event.is_async,
         is_remote=True,
         sequence_nr=event.sequence,
-        device_type=torch.autograd.DeviceType.CPU,  # type: ignore[attr-defined]
+        device_type=torch.autograd.DeviceType.CPU,  # type: ignore[attr-defined] # torch declares no type for it
         is_legacy=legacy,
         flops=event.flops or None,
     )

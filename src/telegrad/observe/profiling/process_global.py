@@ -38,10 +38,10 @@ _global = _Global()
 def _profiled() -> Iterator[None]:
     with _global.lock:
         on = list(_global.on)
-    if not on or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not on or torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
         yield
         return
-    torch.autograd._enable_profiler_legacy(on[0].config())  # type: ignore[attr-defined]
+    torch.autograd._enable_profiler_legacy(on[0].config())  # type: ignore[attr-defined] # torch declares no type for it
     try:
         yield
     finally:
@@ -54,7 +54,7 @@ class server_process_global_profile(profiler_legacy.profile):  # noqa: N801 - to
     """`with server_process_global_profile() as p:` on a worker; then `p.process_global_function_events`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call] # torch's own, without types
         self.served: list[list[Any]] = []
         self.process_global_function_events: list[list[Any]] = []
 

@@ -175,7 +175,7 @@ class _Profile:
 
     def __enter__(self) -> None:
         self._runs = False
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
             return  # somebody profiles this very thread, and sees the events there
         self._runs = True
         self._outer = (local.calls, local.options)
@@ -202,7 +202,7 @@ RECORD_SHAPES, MEMORY, STACK, FLOPS, MODULES, CUDA = (1 << bit for bit in range(
 
 def _config(options: int) -> Any:
     cuda = bool(options & CUDA) and torch.cuda.is_available()
-    return torch.autograd.ProfilerConfig(  # type: ignore[attr-defined]
+    return torch.autograd.ProfilerConfig(  # type: ignore[attr-defined] # torch declares no type for it
         torch.autograd.ProfilerState.CUDA if cuda else torch.autograd.ProfilerState.CPU,  # type: ignore[attr-defined]
         bool(options & RECORD_SHAPES),
         bool(options & MEMORY),

@@ -365,4 +365,4 @@ class ReplyReader:
 
 @interruptible
 def _acquire(lock: Any, seconds: float) -> bool:
-    return lock.acquire(timeout=seconds)  # type: ignore[no-any-return]
+    return lock.acquire(timeout=seconds)  # type: ignore[no-any-return] # typed by what it comes from

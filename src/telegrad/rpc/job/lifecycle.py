@@ -116,8 +116,8 @@ def start_worker(
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """End this worker.
 
-    A graceful shutdown waits until all workers have called it and nothing is under way, up to `timeout` seconds (0: as
-    long as the others live); at the deadline it ends all the same and raises ShutdownError, which says who and what was
+    A graceful shutdown waits until all workers have called it and nothing is under way, up to `timeout` seconds (0:
+    without a limit); at the deadline it ends all the same and raises ShutdownError, which says who and what was
     missing. Workers that died are not waited for. With `graceful=False` it ends at once.
 
     Example:

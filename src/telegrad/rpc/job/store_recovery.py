@@ -60,7 +60,7 @@ class StoreRecovery:
             return
         sock.setblocking(False)
         self._watch = sock  # its peer never sends, so the first event is its end
-        self._agent.io_threads.watch(sock.fileno(), self._stirs, armed=True)
+        self._agent.io_threads.watch(sock.fileno(), self._on_event, armed=True)
         if self._closed:  # by another thread, which may not have seen this watch
             self._drop_watch()
 
@@ -74,7 +74,7 @@ class StoreRecovery:
         except OSError:
             return False
 
-    def _stirs(self) -> None:
+    def _on_event(self) -> None:
         if not self._stands():
             self._drop_watch()
             self._lost()

@@ -26,7 +26,6 @@ from telegrad.rpc.server.function_table import FunctionTable
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import local
-from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import Frame, Kind
@@ -38,7 +37,6 @@ from telegrad.wire.messages import (
 )
 
 log = logging.getLogger("telegrad.rpc")
-_errors = LimitedLog(log)
 
 # Requests of one caller that are taken and not answered. Those that occupy a thread are limited by the pool; this
 # bounds the others, coroutines and functions that return futures, and what they hold.
@@ -377,7 +375,7 @@ class Session:
 
     def _break_off(self, connection: Connection, error: ProtocolError) -> None:
         """The caller sends nonsense, or more than it may."""
-        _errors.warning("closing a connection of %s: %s", self.member.name, error)
+        self._runtime.warnings.warning("closing a connection of %s: %s", self.member.name, error)
         self._inbox.clear()
         self.ended(connection)
 
