@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import telegrad
+import telegrad.observe
 from telegrad import autograd, rpc
 from telegrad.optim import DistributedOptimizer
 
@@ -38,13 +39,9 @@ class Stage(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.kaiming_uniform_(parameter, generator=generator)
-            parameter.register_hook(picture.backward_ends)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
-        with picture.span("forward"):
-            y: Tensor = self.layers(x)
-        if y.requires_grad:
-            y.register_hook(picture.backward_begins)  # type: ignore[no-untyped-call]
+        y: Tensor = self.layers(x)
         return y
 
     def references(self) -> list[rpc.RRef[nn.Parameter]]:
@@ -55,16 +52,7 @@ class ParameterServer(Stage):
     """The last layer's weights, for whoever asks."""
 
     def weights(self) -> list[Tensor]:
-        with picture.span("hand out weights"):
-            return list(self.parameters())
-
-
-class TimedAdam(torch.optim.Adam):
-    """Adam that appears in the picture."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        with picture.span("optimizer"):
-            super().step(closure)
+        return list(self.parameters())
 
 
 class Network:
@@ -87,13 +75,9 @@ class Network:
 
 def train_step(network: Network, optimizer: DistributedOptimizer, images: Tensor, labels: Tensor) -> float:
     with autograd.context() as context_id:
-        with picture.span("forward and loss"):
-            loss = F.cross_entropy(network(images), labels)
-        picture.keep_graph(context_id, loss)
-        with picture.span("backward"):
-            autograd.backward(context_id, [loss])
-        with picture.span("step on all owners"):
-            optimizer.step(context_id)
+        loss = F.cross_entropy(network(images), labels)
+        autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
     return loss.item()
 
 
@@ -114,19 +98,23 @@ def show_progress(epoch: int, epochs: int, loss: float, held_out: float, begun: 
     )
 
 
-def train(epochs: int, images: Tensor, labels: Tensor) -> None:
+def train(epochs: int, images: Tensor, labels: Tensor, timeline: Path) -> tuple[list[float], list[float]]:
+    """Train; then record two more steps. Returns the loss of each step and the accuracy after each epoch."""
     mixed = torch.randperm(len(labels))
     held_out, seen = mixed[:HELD_OUT], mixed[HELD_OUT:]
     network = Network()
-    optimizer = DistributedOptimizer(TimedAdam, network.references(), lr=3e-3)
+    optimizer = DistributedOptimizer(torch.optim.Adam, network.references(), lr=3e-3)
+    losses, accuracies = [], []
     begun = time.monotonic()
     for epoch in range(1, epochs + 1):
         for batch in torch.split(seen[torch.randperm(len(seen))], BATCH):
-            loss = train_step(network, optimizer, images[batch], labels[batch])
-        show_progress(epoch, epochs, loss, accuracy(network, images[held_out], labels[held_out]), begun)
-    picture.start_recording(WORKERS)
-    for batch in torch.split(seen, BATCH)[:DRAWN_STEPS]:
-        train_step(network, optimizer, images[batch], labels[batch])
+            losses.append(train_step(network, optimizer, images[batch], labels[batch]))
+        accuracies.append(accuracy(network, images[held_out], labels[held_out]))
+        show_progress(epoch, epochs, losses[-1], accuracies[-1], begun)
+    with telegrad.observe.record(timeline):
+        for batch in torch.split(seen, BATCH)[:DRAWN_STEPS]:
+            train_step(network, optimizer, images[batch], labels[batch])
+    return losses, accuracies
 
 
 def main() -> None:
@@ -138,11 +126,12 @@ def main() -> None:
     torch.set_num_threads(1)
     data = load_digits()
     images, labels = torch.tensor(data.images, dtype=torch.float32) / 16, torch.tensor(data.target)
+    options.output.mkdir(parents=True, exist_ok=True)
     print("starting workers stem, trunk and server ...")
     with telegrad.local_cluster(names=WORKERS):
-        train(options.epochs, images, labels)
-        for path in picture.draw(options.output, WORKERS):
-            print(f"see {path}")
+        losses, accuracies = train(options.epochs, images, labels, options.output / "timeline.json")
+    for path in picture.draw(options.output, losses, accuracies):
+        print(f"see {path}")
 
 
 if __name__ == "__main__":

@@ -1,250 +1,115 @@
-"""The picture of the demo: which worker did what and when, and the distributed autograd graph of one step.
+"""The page of the demo: how the network learned, and who did what in two steps, from the timeline that was recorded."""
 
-Workers note what they do while a recording is on. All are on one machine, so their monotonic clocks are the same one.
-"""
-
-import contextlib
 import html
-import time
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import Tensor
-
-from telegrad import rpc
-from telegrad.autograd.registry import registry
+from typing import Any
 
 COLOURS = {
     "forward": "#4c8bf5",
-    "forward and loss": "#a9c6fa",
     "backward": "#e4572e",
-    "hand out weights": "#8e6cc9",
+    "gradient": "#f2a65a",
     "optimizer": "#3aa76d",
-    "step on all owners": "#a8dcc0",
+    "wait": "#c9ced6",
+    "run": "#8e6cc9",
 }
+_NAMES = {"forward": "forward", "backward": "backward", "gradient": "gradients taken", "run": "other calls"}
 
 
-class Event(NamedTuple):
-    """Something a worker did, with its beginning and end in seconds."""
-
-    worker: str
-    what: str
-    begin: float
-    end: float
-
-
-class Node(NamedTuple):
-    """A node of the autograd graph on one worker, and the names of those it leads to."""
-
-    worker: str
-    name: str
-    label: str
-    leads_to: list[str]
-
-
-class Edge(NamedTuple):
-    """A way that gradients take, within a worker or from one to another."""
-
-    source: str
-    target: str
-
-
-_on = False
-_events: list[Event] = []
-_graph: list[Node] = []
-_backward_began = 0.0
-
-
-# --- what workers note ---
-
-
-@contextlib.contextmanager
-def span(what: str) -> Iterator[None]:
-    """Note how long a block takes."""
-    begin = time.monotonic()
-    yield
-    _note(what, begin)
-
-
-def backward_begins(_: Tensor) -> None:
-    """A hook for the output of a worker's layers."""
-    global _backward_began  # noqa: PLW0603
-    _backward_began = time.monotonic()
-
-
-def backward_ends(_: Tensor) -> None:
-    """A hook for a worker's parameters; the last one to be called counts."""
-    if _events and _events[-1].what == "backward" and _events[-1].begin == _backward_began:
-        _events.pop()
-    _note("backward", _backward_began or time.monotonic())
-
-
-def _note(what: str, begin: float) -> None:
-    if _on:
-        _events.append(Event(rpc.get_worker_info().name, what, begin, time.monotonic()))
-
-
-def _switch_on() -> None:
-    global _on  # noqa: PLW0603
-    _on = True
-
-
-def _noted() -> list[Event]:
-    return _events
-
-
-def start_recording(workers: Sequence[str]) -> None:
-    """Have all workers note what they do from now on."""
-    for worker in workers:
-        rpc.rpc_sync(worker, _switch_on)
-
-
-# --- the graph ---
-
-
-def keep_graph(context_id: int, loss: Tensor) -> None:
-    """Keep the graph of the first step of a recording: every worker's part, joined where a Recv answers a Send."""
-    if not _on or _graph:
-        return
-    participants = registry().find(context_id).participants
-    _graph.extend(local_graph(context_id, loss))
-    for worker in sorted(participants - {rpc.get_worker_info().id}):
-        _graph.extend(rpc.rpc_sync(int(worker), local_graph, args=(context_id, None)))
-
-
-def local_graph(context_id: int, loss: Tensor | None) -> list[Node]:
-    """This worker's nodes, from its Sends (and the loss) down."""
-    here = rpc.get_worker_info().name
-    context = registry().find(context_id)
-    recvs = {id(recv.node): f"recv {message}" for message, recv in context.recvs.items()}
-    found: dict[str, Node] = {}
-
-    def name(node: Any) -> str:
-        return recvs.get(id(node), f"{here} {id(node)}")
-
-    def visit(node: Any) -> None:
-        if name(node) in found:
-            return
-        is_recv = id(node) in recvs
-        below = [] if is_recv else [after for after, _ in node.next_functions if after is not None]
-        label = "Recv" if is_recv else node.name().replace("Backward0", "").replace("torch::autograd::", "")
-        message = name(node).removeprefix("recv ")
-        found[name(node)] = Node(here, name(node), label, [f"send {message}"] if is_recv else [name(n) for n in below])
-        for after in below:
-            visit(after)
-
-    if loss is not None:
-        visit(loss.grad_fn)
-    for message, send in context.sends.items():
-        for edge in send.edges:
-            visit(edge.node)
-        found[f"send {message}"] = Node(here, f"send {message}", "Send", [name(edge.node) for edge in send.edges])
-    return list(found.values())
-
-
-def _layers(nodes: Sequence[Node]) -> dict[str, int]:
-    """How far each node is from the loss: the longest way."""
-    depth = {node.name: 0 for node in nodes}
-    after = {node.name: node.leads_to for node in nodes}
-    for _ in nodes:
-        moved = False
-        for source, targets in after.items():
-            for target in targets:
-                if target in depth and depth[target] <= depth[source]:
-                    depth[target], moved = depth[source] + 1, True
-        if not moved:
-            break
-    return depth
-
-
-# --- drawing ---
-
-
-def draw(directory: Path, workers: Sequence[str]) -> list[Path]:
-    """Write a PNG and an HTML page with both pictures; where they are."""
+def draw(directory: Path, losses: Sequence[float], accuracies: Sequence[float]) -> list[Path]:
+    """Write a PNG and an HTML page beside the recorded timeline; where they are."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    events = [event for worker in workers for event in rpc.rpc_sync(worker, _noted)]
-    directory.mkdir(parents=True, exist_ok=True)
-    figure, (above, below) = plt.subplots(2, 1, figsize=(14, 10), height_ratios=[1, 1.6])
-    _draw_timeline(above, events, workers)
-    _draw_graph(below, workers)
-    figure.tight_layout()
+    timeline = json.loads((directory / "timeline.json").read_text())
+    figure, (curve, bars) = plt.subplots(2, 1, figsize=(12, 8), height_ratios=[1, 1.1], layout="constrained")
+    _draw_curve(curve, losses, accuracies)
+    _draw_timeline(bars, timeline)
     png, svg, page = directory / "demo.png", directory / "demo.svg", directory / "demo.html"
-    figure.savefig(png, dpi=130)
+    figure.savefig(png, dpi=120)
     figure.savefig(svg)
     plt.close(figure)
-    page.write_text(_page(svg.read_text(), events))
+    page.write_text(_page(svg.read_text(), timeline, accuracies))
     svg.unlink()
-    return [page, png]
+    return [page, png, directory / "timeline.json"]
 
 
-def _draw_timeline(axes: Any, events: Sequence[Event], workers: Sequence[str]) -> None:
-    start = min(event.begin for event in events)
+def _draw_curve(axes: Any, losses: Sequence[float], accuracies: Sequence[float]) -> None:
+    epochs = range(1, len(accuracies) + 1)
+    steps = [1 + i * (len(accuracies) - 1) / max(1, len(losses) - 1) for i in range(len(losses))]
+    axes.plot(steps, losses, color="#9db8e8", lw=1, label="loss of each step")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("loss")
+    axes.set_ylim(bottom=0)
+    right = axes.twinx()
+    right.plot(epochs, [100 * a for a in accuracies], color="#e4572e", marker="o", ms=3, label="held-out accuracy")
+    right.set_ylabel("% right")
+    right.set_ylim(0, 102)
+    axes.set_title("Learning to read digits over three workers")
+    lines = [*axes.get_lines(), *right.get_lines()]
+    axes.legend(lines, [line.get_label() for line in lines], loc="center right", frameon=False)
+
+
+def _draw_timeline(axes: Any, timeline: dict[str, Any]) -> None:
+    workers = _workers(timeline)
     shown: set[str] = set()
-    for event in sorted(events, key=lambda event: event.begin - event.end):  # long ones first, short ones on top
-        label = event.what if event.what not in shown else None
-        shown.add(event.what)
-        begin, length = 1e3 * (event.begin - start), 1e3 * (event.end - event.begin)
-        axes.barh(workers.index(event.worker), length, left=begin, height=0.7, color=COLOURS[event.what], label=label)
-    axes.set_yticks(range(len(workers)), workers)
+    for event in _slices(timeline):
+        category = event["cat"]
+        label = _NAMES.get(category, category) if category not in shown else None
+        shown.add(category)
+        begin, length = event["ts"] / 1e3, event["dur"] / 1e3
+        row = list(workers).index(event["pid"])
+        height = 0.35 if category == "wait" else 0.7
+        axes.barh(row, length, left=begin, height=height, color=COLOURS[category], label=label)
+    axes.set_yticks(range(len(workers)), workers.values())
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
-    axes.set_title(
-        f"Who did what, and when: {sum(event.what == 'step on all owners' for event in events)} training steps"
-    )
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=6, frameon=False)
+    axes.set_title("Who did what in two training steps, as telegrad.observe.record saw it")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=6, frameon=False)
 
 
-def _draw_graph(axes: Any, workers: Sequence[str]) -> None:
-    depth = _layers(_graph)
-    places: dict[str, tuple[float, float]] = {}
-    taken: dict[tuple[int, int], int] = {}
-    for node in _graph:
-        row, column = workers.index(node.worker), depth[node.name]
-        used = taken[row, column] = taken.get((row, column), -1) + 1
-        places[node.name] = (float(column), row + 0.28 * used - 0.2)
-    for row, worker in enumerate(workers):
-        axes.axhspan(row - 0.45, row + 0.45, color="#f3f4f6" if row % 2 else "#e9ebef", zorder=0)
-        axes.text(-1.2, row, worker, ha="right", va="center", weight="bold")
-    for edge in _edges():
-        crossing = edge.source.startswith("recv")
-        style = {
-            "arrowstyle": "->",
-            "color": COLOURS["backward"] if crossing else "#9097a3",
-            "lw": 1.6 if crossing else 0.8,
-        }
-        axes.annotate("", places[edge.target], places[edge.source], arrowprops=style)
-    for node in _graph:
-        colour = {"Send": "#fde2c8", "Recv": "#fbc8b8", "AccumulateGrad": "#d6efdf"}.get(node.label, "white")
-        box = {"boxstyle": "round,pad=0.25", "fc": colour, "ec": "#70757f", "lw": 0.7}
-        label = "leaf" if node.label == "AccumulateGrad" else node.label
-        axes.text(*places[node.name], label, ha="center", va="center", fontsize=7, bbox=box)
-    axes.set_xlim(-2.6, max(depth.values()) + 1)
-    axes.set_ylim(len(workers) - 0.5, -0.5)
-    axes.axis("off")
-    axes.set_title("The way of the gradients in one step: from the loss, across workers (red), to the leaves")
+def _workers(timeline: dict[str, Any]) -> dict[int, str]:
+    return {e["pid"]: e["args"]["name"].split()[0] for e in timeline["traceEvents"] if e["name"] == "process_name"}
 
 
-def _edges() -> list[Edge]:
-    known = {node.name for node in _graph}
-    return [Edge(node.name, target) for node in _graph for target in node.leads_to if target in known]
+def _slices(timeline: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is drawn, long ones first, so that short ones lie on top."""
+    found = [
+        event
+        for event in timeline["traceEvents"]
+        if event["ph"] == "X" and event["cat"] in COLOURS and "until answered" not in event["name"]
+    ]
+    own = [e for e in found if e["cat"] != "gradient" or " → " not in e["name"]]  # where it ran, not where it was sent
+    return sorted(own, key=lambda event: -event["dur"])
 
 
-def _page(svg: str, events: Sequence[Event]) -> str:
-    rows = []
-    for worker, what in dict.fromkeys((event.worker, event.what) for event in events):
-        took = [1e3 * (event.end - event.begin) for event in events if (event.worker, event.what) == (worker, what)]
-        mean = sum(took) / len(took)
-        rows.append(f"<tr><td>{html.escape(worker)}<td>{html.escape(what)}<td>{len(took)}<td>{mean:.2f} ms</tr>")
-    table = f"<table><tr><th>worker<th>what<th>times<th>mean</tr>{''.join(rows)}</table>"
+def _time(milliseconds: float) -> str:
+    return f"{milliseconds * 1e3:.0f} µs" if milliseconds < 1 else f"{milliseconds:.1f} ms"
+
+
+def _page(svg: str, timeline: dict[str, Any], accuracies: Sequence[float]) -> str:
+    workers = _workers(timeline)
+    took: dict[tuple[str, str], list[float]] = {}
+    for event in sorted(_slices(timeline), key=lambda e: (e["pid"], e["ts"])):
+        took.setdefault((workers[event["pid"]], event["name"]), []).append(event["dur"] / 1e3)
+    rows = [
+        f"<tr><td>{html.escape(worker)}<td>{html.escape(what)}<td>{len(times)}<td>{_time(sum(times) / len(times))}"
+        for (worker, what), times in took.items()
+    ]
     style = (
-        "body{font:15px sans-serif;max-width:1200px;margin:2em auto}"
-        "svg{width:100%;height:auto}td,th{padding:2px 1em;text-align:left}"
+        ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;"
+        "padding:0 1em}svg{width:100%;height:auto;background:#fff;border-radius:8px}table{border-collapse:collapse}"
+        "td,th{padding:3px 1.2em 3px 0;text-align:left;border-bottom:1px solid #8884}"
     )
-    picture = svg[svg.index("<svg") :]
-    return f"<!doctype html><meta charset=utf-8><title>Telegrad demo</title><style>{style}</style>{picture}{table}\n"
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<title>Telegrad demo</title><style>{style}</style><h1>Telegrad: one network over four processes</h1>"
+        f"<p>{accuracies[-1]:.1%} of the digits that were held out are read right after {len(accuracies)} epochs. "
+        "The whole timeline is in <a href=timeline.json>timeline.json</a>: open it at "
+        "<a href=https://ui.perfetto.dev>ui.perfetto.dev</a>, where arrows lead from each call to where it ran.</p>"
+        f"{svg[svg.index('<svg') :]}<h2>What the workers did, on average</h2>"
+        f"<table><tr><th>worker<th>what<th>times<th>mean{''.join(rows)}</table></html>\n"
+    )

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from telegrad._requirements import check_requirements
 
 if TYPE_CHECKING:
-    from telegrad import autograd, compat, durable, errors, nn, optim, rpc, testing
+    from telegrad import autograd, compat, durable, errors, nn, observe, optim, rpc, testing
     from telegrad.launch import local_cluster
 
 __version__ = "0.1.0.dev0"  # pyproject.toml reads it here
 
-__all__ = ["autograd", "compat", "durable", "errors", "local_cluster", "nn", "optim", "rpc", "testing"]
+__all__ = ["autograd", "compat", "durable", "errors", "local_cluster", "nn", "observe", "optim", "rpc", "testing"]
 
 _NAMES = {"local_cluster": "telegrad.launch"}
 

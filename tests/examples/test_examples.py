@@ -79,7 +79,8 @@ def test_the_demo_learns_and_draws(tmp_path: Path) -> None:
     assert float(re.findall(r"held-out ([\d.]+)%", out)[-1]) > 85
     assert (tmp_path / "demo.png").stat().st_size > 10_000
     page = (tmp_path / "demo.html").read_text()
-    assert "<svg" in page
+    assert "<svg" in page and "<h1>" in page and "0.00 ms" not in page
+    assert (tmp_path / "timeline.json").exists()
     for worker in ("trainer", "stem", "trunk", "server"):
         assert worker in page
 

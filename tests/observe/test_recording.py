@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections import Counter
 from pathlib import Path
@@ -121,3 +122,16 @@ def test_there_is_a_limit_to_what_is_kept():
     assert len(recorder) == 3 and recorder.lost == 2
     assert [event[3] for event in recorder.drain()] == ["event 0", "event 1", "event 2"]
     assert len(recorder) == 0
+
+
+@pytest.mark.slow
+def test_each_call_is_a_line_of_the_log(caplog):
+    logging.getLogger("telegrad.calls").setLevel(logging.DEBUG)
+    try:
+        with cluster(2), caplog.at_level(logging.DEBUG, logger="telegrad.calls"):
+            rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1))
+            wait_until(lambda: any("add() on worker 'worker1' returned" in r.getMessage() for r in caplog.records))
+        assert caplog.records[0].getMessage().startswith("worker0: ")
+    finally:
+        logging.getLogger("telegrad.calls").setLevel(logging.NOTSET)
+    assert trace.recorder is None

@@ -10,6 +10,7 @@ Several may watch at once: recording is on while anybody wants it, and events ar
 """
 
 import importlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ import msgspec
 from telegrad import trace
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.observe.metrics import Metrics
-from telegrad.observe.timeline.events import AnyEvent, Batch, encode, readable, thread_names
+from telegrad.observe.timeline.events import AnyEvent, Batch, Call, encode, readable, thread_names
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request
@@ -29,6 +30,8 @@ from telegrad.rpc.workers import Member
 from telegrad.wire.messages import Observe, Observed, RpcWithTrace
 
 LIVE = "live"  # who watches counters only: no events are kept for it
+LOG = "log"  # nor for this one, who writes each call to the log
+calls = logging.getLogger("telegrad.calls")
 _MOST_KEPT = trace.CAPACITY
 _DRAIN_SECONDS = 0.5
 _RECENT = 50
@@ -45,7 +48,8 @@ class Observation(Layer):
         self._watchers: dict[str, list[AnyEvent]] = {}
         self._lost: dict[str, int] = {}
         self._threads: dict[int, str] = {}
-        self._seen_lost = 0
+        if calls.isEnabledFor(logging.DEBUG):
+            self.watch(LOG)
 
     # --- recording ---
 
@@ -89,12 +93,21 @@ class Observation(Layer):
             self._threads.update(thread_names())
             lost, recorder.lost = recorder.lost, 0
             self.metrics.count(events, lost)
+            if LOG in self._watchers:
+                self._log(events)
             for watcher, kept in self._watchers.items():
-                if watcher == LIVE:
+                if watcher in (LIVE, LOG):
                     continue
                 room = _MOST_KEPT - len(kept)
                 kept.extend(events[:room])
                 self._lost[watcher] = self._lost.get(watcher, 0) + lost + max(0, len(events) - room)
+
+    def _log(self, events: list[AnyEvent]) -> None:
+        name = self.agent.info.name
+        for event in events:
+            if isinstance(event, Call):
+                took, end = (event.end - event.since) * 1e3, "returned" if event.ok else "failed"
+                calls.debug("%s: %s %s after %.3f ms, %d bytes sent", name, event.what, end, took, event.size)
 
     def collect(self, watcher: str) -> Batch:
         """The events since that watcher's last time."""
