@@ -49,8 +49,8 @@ def _interrupted(source: random.Random) -> bool:
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(source.uniform(0.0, 0.02), signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
     try:
+        timer.start()  # in here: it may come at once
         until = time.monotonic() + 5
         while time.monotonic() < until:
             _one(source)

@@ -173,6 +173,7 @@ class LocalPass(Generic[K]):
                 if self._untold:
                     self._tell_none(recvs)  # those that a node gave no gradient
                 if batch is _LAST:
+                    roots.clear()  # so that a gradient that only passed through is nobody's here any more
                     self._all_has_run(graph.gradients)
                     return
                 taken = self._take()
