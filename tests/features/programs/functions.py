@@ -86,8 +86,10 @@ add(
 )
 add("direct_normalize", lambda: direct(functional.normalize, leaf(2, 3)))
 add("direct_method", lambda: direct(Tensor.sin, leaf(3)))
-add("direct_operator", lambda: direct(torch.ops.aten.mul.Tensor, leaf(3), leaf(3)))
-add("direct_packet", lambda: direct(torch.ops.aten.sin, leaf(3)))
+# An operator can be called, but not be an argument, as it is in the nested variant.
+_NOT_NESTED = ("plain", "unused", "retained")
+add("direct_operator", lambda: direct(torch.ops.aten.mul.Tensor, leaf(3), leaf(3)), variants=_NOT_NESTED)
+add("direct_packet", lambda: direct(torch.ops.aten.sin, leaf(3)), variants=_NOT_NESTED)
 add("direct_lambda", lambda: direct(lambda x: x * 3, leaf(3)))
 add("direct_partial", lambda: direct(partial(torch.mul, leaf(3)), leaf(3)))
 add("direct_closure", lambda: direct(closing_over(leaf(3)), leaf(3)))

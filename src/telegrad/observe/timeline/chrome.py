@@ -7,7 +7,7 @@ tracks beside it, as few as there is room on. An arrow leads from a call to wher
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telegrad.observe.timeline.clocks import Bounds, Offset, Ping, align, tighten
@@ -34,9 +34,8 @@ class Track(NamedTuple):
 Key = tuple[int, int, int]
 
 
-def build(tracks: Sequence[Track], reference: int, extra: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
-    """The whole file. `reference` is the incarnation by whose clock the others are aligned; `extra` events have their
-    process's incarnation under `worker` and are of its own clock, in seconds under `ts` and `dur`."""
+def build(tracks: Sequence[Track], reference: int) -> dict[str, Any]:
+    """The whole file. `reference` is the incarnation by whose clock the others are aligned."""
     calls: dict[Key, tuple[Track, Call]] = {}
     served: dict[Key, tuple[Track, Served]] = {}
     for track in tracks:
@@ -52,8 +51,6 @@ def build(tracks: Sequence[Track], reference: int, extra: Iterable[dict[str, Any
     for track in tracks:
         for event in sorted(track.events, key=_begin):
             _write(writer, track, event, calls, served)
-    for foreign in extra:
-        writer.foreign(foreign)
     return {
         "traceEvents": writer.events,
         "displayTimeUnit": "ms",
@@ -166,20 +163,6 @@ class _Writer:
         if phase == "f":
             event["bp"] = "e"
         self.events.append(event)
-
-    def foreign(self, event: dict[str, Any]) -> None:
-        """An event of torch's profiler: of a thread, or of a device."""
-        event = dict(event)
-        incarnation, track_name = event.pop("worker"), event.pop("track")
-        pid = self._processes.get(incarnation)
-        if pid is None:
-            return
-        key = (pid, hash(track_name))
-        if key not in self._threads:
-            self._threads[key] = self._new_track(pid, track_name)
-        begin = round((event.pop("ts") - self._origins[incarnation]) * 1e6, 3)
-        duration = round(event.pop("dur") * 1e6, 3)
-        self.events.append({"ph": "X", "pid": pid, "tid": self._threads[key], "ts": begin, "dur": duration, **event})
 
 
 def short(what: str) -> str:
