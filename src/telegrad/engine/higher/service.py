@@ -222,6 +222,7 @@ class RecordingService(Service):
     def ask_of(self, context: Context, pass_id: PassId, key: int, tensor: Tensor) -> Future[Tensor | None]:
         """A pass that comes, or has come, asks the gradient of a tensor here: a future of it."""
         future: Future[Tensor | None] = Future(what=f"a gradient of backward pass {pass_id}")
+        future.add_done_callback(lambda _: None)  # if the pass fails, its root says so; nobody need ask for this
         with self._lock:
             asked = self._asked_of(context, pass_id)
             asked.tensors[key], asked.futures[key] = tensor, future
