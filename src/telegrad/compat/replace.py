@@ -14,6 +14,8 @@ import torch
 import torch.distributed  # noqa: F401 - the parent of what is replaced
 
 from telegrad.compat.failures import leave_failures_to_logging, print_failures
+from telegrad.rpc import remote_errors
+from telegrad.rpc.client.link import Link
 from telegrad.rref import RRef
 
 # What stands in for what. Those of torch's that were not imported yet are never loaded. A submodule that is not listed
@@ -159,6 +161,8 @@ def install() -> None:
             replacement.apply()
             _installed.append(replacement)
             RRef._shown_as_in_torch = True
+            remote_errors.takes_parts = False
+            Link.cancels_at_timeout = False
 
 
 def uninstall() -> None:
@@ -167,6 +171,8 @@ def uninstall() -> None:
         if _installed:
             _installed.pop().undo()
             RRef._shown_as_in_torch = False
+            remote_errors.takes_parts = True
+            Link.cancels_at_timeout = True
 
 
 def is_installed() -> bool:

@@ -34,6 +34,11 @@ _OWN_CODE = str(Path(__file__).parents[1]) + os.sep
 _MODULE_CODE = os.path.join("torch", "nn", "modules", "module.py")
 
 
+# Whether exceptions that pickle alone cannot rebuild take their parts along. Not in the stand-in: in torch they arrive
+# as a RuntimeError, and programs catch that.
+takes_parts = True
+
+
 class RemoteNote(str):
     """The sections of the workers an exception came through. It is written anew at each hop, so it does not travel."""
 
@@ -140,6 +145,8 @@ def _portable(error: BaseException) -> Any:
     """An exception whose class has an `__init__` of its own takes its parts along: pickle would call the class with
     `error.args`, which need not be what that takes."""
     cls = type(error)
+    if not takes_parts:
+        return error
     written_in_python = hasattr(cls.__init__, "__code__")
     if written_in_python and cls.__reduce__ is BaseException.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__:
         return _Parts(cls, error.args, error.__dict__)

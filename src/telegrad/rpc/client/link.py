@@ -72,6 +72,9 @@ class LinkEvents(Protocol):
 class Link:
     """Requests to one incarnation of one worker."""
 
+    # Whether the worker is told of calls past their timeout. Not in the stand-in: in torch such a call still runs.
+    cancels_at_timeout = True
+
     def __init__(self, runtime: Runtime, events: LinkEvents, member: Member, number: int) -> None:
         self.runtime = runtime
         self._io_threads = runtime.io_threads
@@ -358,6 +361,11 @@ class Link:
         self.replies.settle([slot])
         return True
 
+    def timed_out(self, slot: Slot) -> None:
+        """The caller stopped waiting at its deadline."""
+        if Link.cancels_at_timeout:
+            self.left_by_caller(slot)
+
     def left_by_caller(self, slot: Slot) -> None:
         """Nobody waits for this request any more: tell the worker, with the next message or a few ms later."""
         connection = self.current
@@ -372,7 +380,7 @@ class Link:
         """The timer: a deadline of a future may have passed."""
         late, again = self.pending.expired(time.monotonic())
         for slot in late:
-            self.left_by_caller(slot)
+            self.timed_out(slot)
             slot.error = self.timeout_error(slot)
         self.replies.settle(late)
         if again != FOREVER:

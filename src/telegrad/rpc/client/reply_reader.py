@@ -65,8 +65,8 @@ class ReadLink(Protocol):
     def timeout_error(self, slot: Slot) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
 
-    def left_by_caller(self, slot: Slot) -> None:
-        """Nobody waits for this request any more."""
+    def timed_out(self, slot: Slot) -> None:
+        """The caller of this request stopped waiting at its deadline."""
 
 
 class ReplyReader:
@@ -136,7 +136,7 @@ class ReplyReader:
                 if self._pending.give_up(slot.request_id) is None:
                     continue  # it is being completed by another thread this very moment
                 slot.done = True
-                self._link.left_by_caller(slot)
+                self._link.timed_out(slot)
                 with self._lock:
                     if self.state == IDLE:  # the reading may have been passed to this thread as it woke by itself
                         self._pass_on()

@@ -97,15 +97,17 @@ class Joining:
     def present(self) -> set[int]:
         """The ids of those who are here, or have been this time.
 
-        A record alone says little: the engine may have ended all workers and be starting them again. So the dead are
-        waited for. Only where some live on from before, and only this worker was started again, does the job go on
-        without a dead one that does not come back."""
+        A record alone says little: the engine may have ended all workers and be starting them again. So the dead of
+        earlier starts are waited for. Only where some live on from before, and only this worker was started again, does
+        the job go on without a dead one that does not come back. One that was started as often as this worker has been
+        here this time, however short."""
         if self._clash is not None:
             raise self._clash
         known = {int(m.worker_id): m for m in self._agent.directory.members()}
         here = self._left | known.keys()
         if self._world_size is not None and len(here) >= self._world_size:  # else there is no hurry to look closer
-            dead = {worker_id for worker_id, member in known.items() if self._is_dead(member)}
+            before = {i: member for i, member in known.items() if generation_of(member.incarnation) < self._generation}
+            dead = {worker_id for worker_id, member in before.items() if self._is_dead(member)}
             if dead and not self._goes_on_without(known, dead):
                 return here - dead
         return here
