@@ -84,11 +84,12 @@ def test_a_signal_explains_a_hang(tmp_path: Path) -> None:
         processes[0].send_signal(signal.SIGUSR1)
         assert processes[0].stderr is not None
         seen = ""
-        while "serves a PythonCall of worker0" not in seen:
+        while "never() on worker 'worker0'" not in seen:  # the last that it says
             line = processes[0].stderr.readline()
             assert line, f"it ended and had said: {seen}"
             seen += line
-        assert "to worker1: never() on worker 'worker1'" in seen
+        assert "for never() on worker 'worker1'" in seen
+        assert "worker1 could end it" in seen
     finally:
         for each in processes:
             each.kill()

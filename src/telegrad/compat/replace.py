@@ -163,6 +163,7 @@ def install() -> None:
             RRef._shown_as_in_torch = True
             remote_errors.takes_parts = False
             Link.cancels_at_timeout = False
+            importlib.import_module("telegrad.compat.rpc.internal").send_script_modules()
 
 
 def uninstall() -> None:
