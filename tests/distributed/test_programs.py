@@ -54,7 +54,7 @@ if __name__ == "__main__":
     try:
         rpc.rpc_sync("server", refuse)
     except Exception as error:
-        assert "no" in str(error) and "server" in str(error), error
+        assert str(error) == "no" and "server" in error.__notes__[-1], error
         print("type", type(error).__name__)
     rpc.shutdown()
     print("all well")

@@ -177,6 +177,8 @@ class Session:
                         return
                 self.requests.check()
                 frames = connection.receive()
+                if frames:
+                    self._note_definitions(frames)
             except (OSError, ValueError):
                 frames = None
             except ProtocolError as error:
@@ -185,7 +187,6 @@ class Session:
             if frames is None:
                 self.ended(connection)
                 return
-            self._note_definitions(frames)
             if trace.recorder is not None:
                 trace.recorder.arrived(self, frames)
             inbox.extend(frames)
