@@ -260,7 +260,7 @@ def test_a_flood_of_strangers(agent: Agent, kind: str, caplog: pytest.LogCapture
         flood.kill()
     added = _p99(times) - _p99(quiet)
     print(f"p99 {_p99(quiet) * 1000:.2f} ms alone, {_p99(times) * 1000:.2f} ms in a flood over {kind}")
-    assert added < 0.050  # the bound of 5 ms holds where cores are free: `benchmarks` measures it
+    assert added < 0.050  # generous: the machine that runs this is shared
     assert len(caplog.records) < 60
 
 
