@@ -109,8 +109,11 @@ def test_a_block_that_could_be_made_smaller_is_refused(agent: Agent) -> None:
 
 def test_sealed_blocks_cannot_be_unsealed() -> None:
     block = Lender().take(100)
-    with pytest.raises(PermissionError):
-        fcntl.fcntl(block.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    try:
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(block.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    finally:
+        block.close()
 
 
 @pytest.mark.parametrize("key", ["", "shutdown", "shutdown/x", "/", "a/" + "9" * 400, "a/-1", "a/1e5", "a/٣"])

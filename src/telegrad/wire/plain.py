@@ -55,7 +55,7 @@ def register_dataclass(cls: C, name: str | None = None) -> C:
     Example:
         >>> @rpc.register_dataclass
         ... @dataclasses.dataclass
-        ... class Batch:
+        ... class Measurement:
         ...     size: int
     """
     if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
