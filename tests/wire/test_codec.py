@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.wire import codec
 from telegrad.wire.codec import Packed, pack, register_reducer, unpack
-from telegrad.wire.tensors import describe, rebuild, segment_bytes
+from telegrad.wire.tensor.tensors import describe, rebuild, segment_bytes
 
 
 def deliver(packed: Packed, **options: Any) -> Any:

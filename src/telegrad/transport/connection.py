@@ -2,7 +2,7 @@
 
 Small tensors travel in the frame. Large ones go through a shared block where the stream has a lane for descriptors:
 one copy by the sender, none by the receiver. CUDA tensors stay on the GPU where both sides can reach it
-(`device_channel.py`). The notices that keep the blocks in order are the connection's own business; nobody above sees
+(`device/channel.py`). The notices that keep the blocks in order are the connection's own business; nobody above sees
 them.
 """
 
@@ -20,14 +20,14 @@ from telegrad.cuda import host, order
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks import Borrower, Heap, Lender
 from telegrad.transport.copying import Copier
-from telegrad.transport.device_channel import DEVICE_NOTICES, DeviceChannel, is_of_device
-from telegrad.transport.device_flags import Page
+from telegrad.transport.device.channel import DEVICE_NOTICES, DeviceChannel, is_of_device
+from telegrad.transport.device.flags import Page
 from telegrad.transport.stream import Stream, is_running
 from telegrad.wire.frames import (
     INLINE,
     Frame,
+    FrameKind,
     FrameReader,
-    Kind,
     SegmentSpec,
     align,
     encode_prefix,
@@ -35,15 +35,15 @@ from telegrad.wire.frames import (
     returned,
 )
 from telegrad.wire.messages import AnyMessage, ReleaseBlocks, RetireBlocks
-from telegrad.wire.segments import HOST
-from telegrad.wire.tensors import Segment, TensorSpec, segment_bytes, segment_view
+from telegrad.wire.tensor.segments import HOST
+from telegrad.wire.tensor.tensors import Segment, TensorSpec, segment_bytes, segment_view
 
 log = logging.getLogger("telegrad.transport")
 
 SHARE_FROM = 32 * 1024  # bytes of tensors in one message from which a shared block pays
 LEND_LIMIT = 8 * 2**30  # bytes lent to one peer beyond which its socket, which pushes back, is used instead
 _JOIN_UP_TO = 64 * 1024
-_NOTICE = int(Kind.NOTICE)
+_NOTICE = int(FrameKind.NOTICE)
 _HOLD_UP_TO = 64  # small frames that may wait for one write
 _PADDING = bytes(64)
 _SMALL_ALIGNMENT = 16
@@ -90,7 +90,7 @@ class Connection:
 
     def send(
         self,
-        kind: Kind,
+        kind: FrameKind,
         request_id: int,
         ack: int,
         message: AnyMessage,
@@ -227,16 +227,16 @@ class Connection:
     def _notices(self) -> list[bytes]:
         notices = []
         if released := self._borrower.released():
-            notices.append(encode_prefix(Kind.NOTICE, 0, 0, ReleaseBlocks(released)))
+            notices.append(encode_prefix(FrameKind.NOTICE, 0, 0, ReleaseBlocks(released)))
         if self._lender is not None and (retired := self._lender.retired()):
-            notices.append(encode_prefix(Kind.NOTICE, 0, 0, RetireBlocks(retired)))
+            notices.append(encode_prefix(FrameKind.NOTICE, 0, 0, RetireBlocks(retired)))
         if self.devices is not None and self.devices.has_news:
-            notices += [encode_prefix(Kind.NOTICE, 0, 0, message) for message in self.devices.news()]
+            notices += [encode_prefix(FrameKind.NOTICE, 0, 0, message) for message in self.devices.news()]
         return notices
 
     def _with_segments(
         self,
-        kind: Kind,
+        kind: FrameKind,
         request_id: int,
         ack: int,
         message: AnyMessage,
@@ -266,7 +266,7 @@ class Connection:
 
     def _with_device_segments(
         self,
-        kind: Kind,
+        kind: FrameKind,
         request_id: int,
         ack: int,
         message: AnyMessage,
@@ -321,7 +321,7 @@ class Connection:
 
     def _tell(self, message: AnyMessage) -> None:
         """Have a notice written before anything that is sent from now on."""
-        self._outbox.append(encode_prefix(Kind.NOTICE, 0, 0, message))
+        self._outbox.append(encode_prefix(FrameKind.NOTICE, 0, 0, message))
 
     def _fill_block(self, segments: Sequence[Segment]) -> list[SegmentSpec] | None:
         """Copy the segments into one shared block, but for what is given back; None if there is no shared memory."""
@@ -389,7 +389,7 @@ class Connection:
         for frame in frames:
             if frame.segments:
                 self._find_segments(frame)
-            elif frame.kind == Kind.NOTICE and self._own_notice(frame.message):
+            elif frame.kind == FrameKind.NOTICE and self._own_notice(frame.message):
                 continue
             kept.append(frame)
         if order.active:

@@ -30,8 +30,8 @@ from telegrad.errors import ProtocolError, SerializationError
 from telegrad.wire import plain
 from telegrad.wire.blame import blame
 from telegrad.wire.main_module import finish_function, function_of, origin_of, versions_of
-from telegrad.wire.segments import Segment, segment_view
-from telegrad.wire.subclasses import put_together, take_apart
+from telegrad.wire.tensor.segments import Segment, segment_view
+from telegrad.wire.tensor.subclasses import put_together, take_apart
 
 Reduce = Callable[[Any], tuple[Any, ...]]
 FindClass = Callable[[str, str], Any]
