@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from telegrad.errors import ProtocolError
-from telegrad.transport.blocks import Mapping
+from telegrad.transport.blocks.mapping import Mapping
 from telegrad.transport.device import blocks as device_blocks
 from telegrad.transport.device.blocks import (
     SLAB,

@@ -20,8 +20,8 @@ from telegrad.rref.rref import RRef, remote
 from telegrad.rref.rref_context import RRefContext, rrefs_of
 from telegrad.rref.serving import messages
 from telegrad.rref.travel import let_go_unread, reduce_reference, settle_late_reply
-from telegrad.wire.codec import register_reducer
 from telegrad.wire.frames import Frame
+from telegrad.wire.pickling.pickler import register_reducer
 
 __all__ = ["RRef", "RRefContext", "ReferenceLayer", "debug_info", "install", "remote", "rrefs_of"]
 

@@ -1,4 +1,4 @@
-"""Blocks of device memory that tensors travel in between two workers on one host; `blocks.py` is the model.
+"""Blocks of device memory that tensors travel in between two workers on one host; `transport/blocks` is the model.
 
 The sender copies tensors into a block it owns and has exported once, on its current stream, and sends the message
 without waiting for the GPU. The receiver's stream waits until the block is written, copies the tensors out into memory
@@ -29,7 +29,7 @@ from telegrad.cuda import order
 from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
-from telegrad.transport.blocks import MAX_BLOCK, block_size
+from telegrad.transport.blocks.mapping import MAX_BLOCK, block_size
 from telegrad.transport.device.flags import Flag, Flags, Promise, keep_promises
 
 log = logging.getLogger("telegrad.transport")

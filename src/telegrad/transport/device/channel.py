@@ -24,14 +24,14 @@ from telegrad.transport.device.blocks import (
     gpu_id,
 )
 from telegrad.transport.device.flags import Flags, Page
-from telegrad.wire.frames import SegmentSpec, align
-from telegrad.wire.messages import (
+from telegrad.wire.block_notices import (
     AnnounceDeviceBlock,
-    AnyMessage,
     DeviceBlockOpened,
     ReleaseDeviceBlocks,
     RetireDeviceBlocks,
 )
+from telegrad.wire.frames import SegmentSpec, align
+from telegrad.wire.messages import AnyMessage
 from telegrad.wire.tensor.segments import Segment
 from telegrad.wire.tensor.specs import TensorSpec
 
