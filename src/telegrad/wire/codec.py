@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.storage import TypedStorage
 
-from telegrad.errors import ProtocolError, SerializationError
+from telegrad.errors import ProtocolError, SerializationError, TelegradError
 from telegrad.wire import plain
 from telegrad.wire.blame import blame
 from telegrad.wire.main_module import finish_function, function_of, origin_of, versions_of
@@ -424,8 +424,8 @@ def _load(payload: Any, tensors: Sequence[Tensor], find_class: FindClass | None)
     file.seek(1)
     try:
         return _Unpickler(file, tensors, buffers, find_class).load()
-    except (SerializationError, ProtocolError):
-        raise
+    except TelegradError:
+        raise  # a value that knows why it cannot be rebuilt here, such as a reference to one that is not there yet
     except Exception as error:
         raise SerializationError(
             f"a received value cannot be rebuilt here: {type(error).__name__}: {error}; "
