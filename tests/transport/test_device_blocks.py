@@ -16,7 +16,7 @@ import torch
 
 from telegrad.errors import ProtocolError
 from telegrad.transport import device_blocks
-from telegrad.transport.blocks import Mapping
+from telegrad.transport.blocks.mapping import Mapping
 from telegrad.transport.device_blocks import (
     SLAB,
     Announcement,
