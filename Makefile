@@ -61,7 +61,7 @@ docs: $(VENV)/.installed-docs  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:  ## what the other targets wrote, except .venv
-	rm -rf build dist site bench-output demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site bench-output demo-output examples-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The order matters: the pinned torch first and alone, so that no other requirement chooses one. Then what the package
