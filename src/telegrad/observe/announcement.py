@@ -20,7 +20,7 @@ import msgspec
 
 from telegrad.errors import TelegradError
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.job.store import describe
+from telegrad.rpc.job.rendezvous.store import describe
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.trust.secret import FILE_VARIABLE
 from telegrad.rpc.workers import Member
@@ -88,7 +88,7 @@ class Announced(Layer):
     def _write(self, agent: Agent) -> Path:
         options, secret = agent.options, agent.connector.secret
         given = options.secret_bytes or options.secret_file or os.environ.get(FILE_VARIABLE)
-        where = "" if agent.place is None else describe(agent.place.store)
+        where = "" if agent.member_log is None else describe(agent.member_log.store)
         said = Announcement(
             hmac.new(secret, b"telegrad job\0" + where.encode(), hashlib.sha256).hexdigest()[:16],
             Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python",

@@ -21,10 +21,10 @@ from telegrad.ids import MAX_WORKER_ID, WorkerId, draw_incarnation
 from telegrad.observe.announcement import choose
 from telegrad.observe.asking import ask
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.job import store as store_host
-from telegrad.rpc.job.job_marker import OPEN, STATIC
-from telegrad.rpc.job.member_log import NAMESPACE_KEY, read_records
-from telegrad.rpc.job.store_client import NotAStore, Prefixed, StoreClient
+from telegrad.rpc.job.rendezvous import store as store_host
+from telegrad.rpc.job.rendezvous.job_marker import OPEN, STATIC
+from telegrad.rpc.job.rendezvous.member_log import NAMESPACE_KEY, read_records
+from telegrad.rpc.job.rendezvous.store_client import NotAStore, Prefixed, StoreClient
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.trust.job import trust_for
 from telegrad.rpc.trust.secret import user_secret
@@ -78,7 +78,7 @@ def attached(where: str | None = None) -> Iterator[Agent]:
     agent = _observer(members, secret)
     try:
         agent.start()
-        agent.watch_peers()
+        agent.start_heartbeat()
         agent.peers.learn(members)
         if not _answering(agent, members):
             names = ", ".join(repr(member.name) for member in members[:4])
@@ -129,12 +129,12 @@ def _found(where: str | None) -> tuple[list[Member], bytes]:
         job = choose(int(where) if where else None)
         secret = job.workers[-1].secret
         return [said.member for said in reversed(job.workers)], user_secret() if secret is None else secret
-    place = store_host.place_in(where)
-    if place is None:
+    endpoint = store_host.endpoint_in(where)
+    if endpoint is None:
         raise TelegradError(f"{where!r} is neither the id of a process nor tcp://HOST:PORT, where the workers meet")
-    trust = trust_for(RpcBackendOptions(), place[0], store_host.is_here(place[0]))
+    trust = trust_for(RpcBackendOptions(), endpoint[0], store_host.is_here(endpoint[0]))
     try:
-        store = StoreClient(*place, connect_seconds=_CONNECT_SECONDS, timeout=_CONNECT_SECONDS)
+        store = StoreClient(*endpoint, connect_seconds=_CONNECT_SECONDS, timeout=_CONNECT_SECONDS)
         ours = Prefixed("telegrad", store)
         namespace = ours.get(NAMESPACE_KEY).decode() if ours.check(NAMESPACE_KEY) else "telegrad"
         records = [
