@@ -17,7 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 from telegrad.rpc.calls import Worker, check_call, name_of
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT
-from telegrad.rref.reference import RRef, remote
+from telegrad.rref.rref import RRef, remote
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 from torch.storage import TypedStorage
 
 from telegrad.errors import ProtocolError, SerializationError, TelegradError
-from telegrad.wire.segments import Segment, segment_view
+from telegrad.wire.tensor.segments import Segment, segment_view
 
 FindClass = Callable[[str, str], Any]
 

@@ -1,10 +1,10 @@
-"""Blocks of device memory that tensors travel in between two workers on one host; `blocks.py` is the model.
+"""Blocks of device memory that tensors travel in between two workers on one host; `transport/blocks` is the model.
 
 The sender copies tensors into a block it owns and has exported once, on its current stream, and sends the message
 without waiting for the GPU. The receiver's stream waits until the block is written, copies the tensors out into memory
 of its own, and the block goes back. Whoever writes to it next has its stream wait until it was read. So nobody waits
 for the GPU but the GPU. Each use of a block has a number; that it was written, and read, is a number in host memory
-that both processes share and both their GPUs see (`device_flags.py`).
+that both processes share and both their GPUs see (`flags.py`).
 
 A received tensor is the receiver's own memory: it outlives the sender, and torch's allocator knows it. Why not an alias
 of the block, as in host memory, and why not CUDA's events, is in docs/decisions.
@@ -30,7 +30,7 @@ from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks.mapping import MAX_BLOCK, block_size
-from telegrad.transport.device_flags import Flag, Flags, Promise, watch
+from telegrad.transport.device.flags import Flag, Flags, Promise, keep_promises
 
 log = logging.getLogger("telegrad.transport")
 
@@ -263,7 +263,7 @@ class DeviceLender:
         with self._lock:
             slabs, self._slabs = self._slabs, set()
             blocks = [block for slab in slabs for block in slab.blocks]
-            watch([Promise(block.flag.read, block.uses) for block in blocks], peer_is_gone)
+            keep_promises([Promise(block.flag.read, block.uses) for block in blocks], peer_is_gone)
             self._lent.clear()
             self._idle.clear()
             self._closing.clear()
@@ -403,7 +403,7 @@ class DeviceBorrower:
         blocks = [block for block in self._blocks.values() if isinstance(block, BorrowedBlock)]
         self._blocks.clear()
         if blocks:
-            watch([block.promise() for block in blocks], peer_is_gone)
+            keep_promises([block.promise() for block in blocks], peer_is_gone)
             _unclosed.append((self, blocks))
             collect()
             _collect_later()

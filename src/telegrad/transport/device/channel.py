@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from telegrad.cuda import order
 from telegrad.cuda.runtime import CudaError, runtime
-from telegrad.transport.device_blocks import (
+from telegrad.transport.device.blocks import (
     FIRST_NAME,
     Announcement,
     DeviceBlock,
@@ -23,7 +23,7 @@ from telegrad.transport.device_blocks import (
     NoRoom,
     gpu_id,
 )
-from telegrad.transport.device_flags import Flags, Page
+from telegrad.transport.device.flags import Flags, Page
 from telegrad.wire.block_notices import (
     AnnounceDeviceBlock,
     DeviceBlockOpened,
@@ -32,8 +32,8 @@ from telegrad.wire.block_notices import (
 )
 from telegrad.wire.frames import SegmentSpec, align
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.segments import Segment
-from telegrad.wire.specs import TensorSpec
+from telegrad.wire.tensor.segments import Segment
+from telegrad.wire.tensor.specs import TensorSpec
 
 log = logging.getLogger("telegrad.transport")
 
