@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from telegrad.cuda import copy_kernel
+from telegrad.cuda.runtime import CudaError
 from telegrad.errors import ProtocolError
 from telegrad.transport import device_blocks
 from telegrad.transport.blocks import Mapping
@@ -62,6 +64,9 @@ class Noted:
     def close_memory(self, address: int) -> None:
         self.opened.remove(address)
 
+    def load_kernel(self, code: bytes, name: bytes) -> int:
+        raise CudaError("no kernels here")  # so its work is asked for in calls, which are noted
+
     def copy(self, *call: Any) -> None:
         self.calls.append(("copy", *call))
 
@@ -79,6 +84,8 @@ class Noted:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     noted = Noted()
     monkeypatch.setattr(device_blocks, "runtime", lambda: noted)
+    monkeypatch.setattr(copy_kernel, "runtime", lambda: noted)
+    monkeypatch.setattr(copy_kernel, "_kernels", {})
     monkeypatch.setattr(device_blocks, "visible_gpus", lambda: ("a gpu",))
     monkeypatch.setattr(device_blocks, "budget", device_blocks.Budget())
     monkeypatch.setattr(device_blocks, "_exported", {})

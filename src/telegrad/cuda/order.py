@@ -38,6 +38,9 @@ _free: list[Lane] = []  # the last one used is taken first: its own work needs n
 class _Local(threading.local):
     lane: Lane | None = None  # the one this thread is on
 
+    def __init__(self) -> None:
+        self.events: dict[int, torch.cuda.Event] = {}  # by device; see `_wait`
+
 
 _local = _Local()
 
@@ -120,9 +123,20 @@ def take(arrived: int = 0) -> Lane:
     for stream in lane.streams():
         default = _default_stream(stream.device_index)
         if not default.query():
-            stream.wait_stream(default)
+            _wait(stream, default)
     _follow(lane.stream, arrived)
     return lane
+
+
+def _wait(ours: torch.cuda.Stream, theirs: torch.cuda.Stream) -> None:
+    """What comes on `ours` waits for what is on `theirs` now. The same event each time: a stream that waits for one
+    waits for what was recorded when it was told to, whatever is recorded later."""
+    device = theirs.device_index
+    event = _local.events.get(device)
+    if event is None:
+        event = _local.events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
+    event.record(theirs)
+    ours.wait_event(event)
 
 
 def uses_several_devices() -> bool:
@@ -178,7 +192,7 @@ def _follow(stream_on: Callable[[int], torch.cuda.Stream], before: int) -> None:
                 unfinished = True
                 ours = stream_on(theirs.device_index)
                 if ours != theirs:
-                    ours.wait_stream(theirs)
+                    _wait(ours, theirs)
         if not unfinished:
             with _lock:
                 if lane.uses == uses and lane.ended:
@@ -267,7 +281,7 @@ def hand_over(tensors: Iterable[Tensor | None], lane: Lane) -> None:
             continue
         if device not in waited:
             waited.add(device)
-            stream.wait_stream(current)
+            _wait(stream, current)
         for part in _with_memory(tensor):
             part.record_stream(stream)
 

@@ -20,12 +20,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from telegrad.cuda import order
+from telegrad.cuda.copy_kernel import Piece, copy_and_tell, give_back_counter, take_counter
 from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
@@ -105,13 +106,15 @@ class Slab:
     def free(self) -> None:
         """Give the memory back; nobody may have it open."""
         _exported.pop(self.handle, None)
-        budget.free(self.device, self.address, self.size)
+        budget.free(self.device, self.address, self.size)  # waits for the GPU
+        for block in self.blocks:
+            give_back_counter(self.device, block.counter)
 
 
 class DeviceBlock:
     """A part of a slab that one message at a time travels in."""
 
-    __slots__ = ("address", "announced", "flag", "idle_since", "number", "offset", "size", "slab", "uses")
+    __slots__ = ("address", "announced", "counter", "flag", "idle_since", "number", "offset", "size", "slab", "uses")
 
     def __init__(self, slab: Slab, number: int, flag: Flag, offset: int, size: int) -> None:
         self.slab = slab
@@ -120,6 +123,7 @@ class DeviceBlock:
         self.offset = offset
         self.size = size
         self.address = slab.address + offset
+        self.counter = take_counter(slab.device)
         self.uses = 0
         self.idle_since = 0.0
         self.announced = False
@@ -297,7 +301,7 @@ class _Opened:
 class BorrowedBlock:
     """A block of a peer, as this process sees it."""
 
-    __slots__ = ("address", "device", "flag", "number", "opened", "size", "uses")
+    __slots__ = ("address", "counter", "device", "flag", "number", "opened", "size", "uses")
 
     def __init__(self, announced: Announcement, device: int, opened: _Opened) -> None:
         self.number = announced.number
@@ -306,6 +310,7 @@ class BorrowedBlock:
         self.device = device
         self.flag = announced.flag
         self.opened = opened
+        self.counter = take_counter(device)
         self.uses = 0
 
     def promise(self) -> Promise:
@@ -395,6 +400,7 @@ class DeviceBorrower:
 
     def _close(self, block: BorrowedBlock) -> None:
         block.opened.drop()
+        give_back_counter(block.device, block.counter)
         if not block.opened.users:
             self._opened = {handle: opened for handle, opened in self._opened.items() if opened.users}
 
@@ -451,7 +457,7 @@ def _collect_later() -> None:
 class Loan:
     """A block that came with a message, until its tensors have been copied out of it or are not wanted any more."""
 
-    __slots__ = ("_block", "_borrower", "_last", "_number", "_reads")
+    __slots__ = ("_block", "_borrower", "_last", "_number", "_reads", "_told")
 
     def __init__(self, borrower: DeviceBorrower, number: int, block: BorrowedBlock | str) -> None:
         self._borrower = borrower
@@ -459,6 +465,7 @@ class Loan:
         self._block = block
         self._last = 0  # the stream that read last
         self._reads = False
+        self._told = False  # the owner of the block has been told that it was read
 
     def __len__(self) -> int:
         return self._block.size if isinstance(self._block, BorrowedBlock) else MAX_BLOCK
@@ -466,11 +473,29 @@ class Loan:
     def __getitem__(self, part: slice) -> DeviceSegment:
         return DeviceSegment(self, part.start, part.stop - part.start)
 
-    def copy(self, offset: int, nbytes: int, target: int, device: torch.device) -> None:
-        """Enqueue a copy to memory on `device`, on its current stream, after the sender's work."""
+    def copy_all(self, segments: Sequence[DeviceSegment], targets: Sequence[int], device: torch.device) -> None:
+        """Enqueue copies of all that is wanted of it, after the sender's work; nothing else will be read."""
+        block = self._opened()
+        if device.index != block.device or self._reads:
+            for segment, target in zip(segments, targets, strict=True):
+                self.copy(segment.offset, segment.nbytes, target, device)
+            return
+        stream = order.current_stream(block.device)
+        if not block.flag.written.will_soon_reach(block.uses):
+            runtime().wait_value(stream, block.flag.written.on_device, block.uses)
+        pieces = [Piece(block.address + s.offset, at, s.nbytes) for s, at in zip(segments, targets, strict=True)]
+        copy_and_tell(block.device, stream, pieces, block.flag.read.on_device, block.uses, block.counter)
+        self._told = True
+
+    def _opened(self) -> BorrowedBlock:
         block = self._block
         if isinstance(block, str):
             raise SerializationError(f"a tensor came in device memory that cannot be opened: {block}")
+        return block
+
+    def copy(self, offset: int, nbytes: int, target: int, device: torch.device) -> None:
+        """Enqueue a copy to memory on `device`, on its current stream, after the sender's work."""
+        block = self._opened()
         stream = order.current_stream(block.device)
         if stream != self._last or not self._reads:
             if self._reads:  # of a message to two devices: one after the other
@@ -493,7 +518,7 @@ class Loan:
 
     def __del__(self) -> None:
         block = self._block
-        if isinstance(block, BorrowedBlock):
+        if isinstance(block, BorrowedBlock) and not self._told:
             try:  # if nobody has read it, on the default stream: it was read as far as its owner is concerned
                 runtime().write_value(self._last, block.flag.read.on_device, block.uses)
             except CudaError as error:
@@ -505,16 +530,16 @@ class Loan:
 class DeviceSegment:
     """One run of tensor bytes in a borrowed block."""
 
-    __slots__ = ("_loan", "_offset", "nbytes")
+    __slots__ = ("loan", "nbytes", "offset")
 
     def __init__(self, loan: Loan, offset: int, nbytes: int) -> None:
-        self._loan = loan
-        self._offset = offset
+        self.loan = loan
+        self.offset = offset
         self.nbytes = nbytes
 
     def copy_to(self, target: int, device: torch.device) -> None:
         """Enqueue a copy of all of it to `target`, memory on `device`."""
-        self._loan.copy(self._offset, self.nbytes, target, device)
+        self.loan.copy(self.offset, self.nbytes, target, device)
 
     def storage_on(self, device: torch.device) -> torch.UntypedStorage:
         """A copy of it in a storage of its own."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from telegrad.cuda import order
+from telegrad.cuda.copy_kernel import Piece, copy_and_tell
 from telegrad.cuda.runtime import CudaError, runtime
 from telegrad.transport.device_blocks import (
     FIRST_NAME,
@@ -95,16 +96,16 @@ class DeviceChannel:
             if block is None:
                 continue
             stream = order.current_stream(device)
-            cuda = runtime()
             if block.uses > 1 and not block.flag.read.has_reached(block.uses - 1):
-                cuda.wait_value(stream, block.flag.read.on_device, block.uses - 1)
+                runtime().wait_value(stream, block.flag.read.on_device, block.uses - 1)
             offset = 0
+            pieces = []
             for index in indices:
                 segment = segments[index]
-                cuda.copy(block.address + offset, segment.address, segment.nbytes, stream)
+                pieces.append(Piece(segment.address, block.address + offset, segment.nbytes))
                 placed[index] = SegmentSpec(segment.nbytes, block.name, offset)
                 offset += align(segment.nbytes)
-            cuda.write_value(stream, block.flag.written.on_device, block.uses)
+            copy_and_tell(device, stream, pieces, block.flag.written.on_device, block.uses, block.counter)
         return placed
 
     def _block(self, device: int, nbytes: int) -> DeviceBlock | None:
