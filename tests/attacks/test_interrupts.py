@@ -121,7 +121,8 @@ if __name__ == "__main__":
         pid = os.fork()
         if pid == 0:
             sys.exit(3)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert ended == 3, ended
         assert rpc.rpc_sync("worker1", who, timeout=10) == first
     print("ended well")
 """

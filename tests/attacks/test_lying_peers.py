@@ -20,7 +20,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.server import at_most_once, function_table
 from telegrad.transport.addresses import connect
-from telegrad.transport.blocks import Borrower, Lender
+from telegrad.transport.blocks.lending import Borrower, Lender
 from telegrad.transport.handshake import DiallerHandshake
 from telegrad.wire.codec import EMPTY_CALL, pack
 from telegrad.wire.frames import Kind, SegmentSpec

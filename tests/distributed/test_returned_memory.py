@@ -17,7 +17,7 @@ from torch import Tensor
 
 from telegrad import autograd, rpc
 from telegrad.rpc.current import require_agent
-from telegrad.transport.blocks import Lender
+from telegrad.transport.blocks.lending import Lender
 from tests.cluster import Cluster
 
 SIZE = 65_536  # floats: 256 KB, beyond the size from which memory is shared
@@ -169,7 +169,7 @@ def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def shares_memory() -> bool:
     agent = require_agent()
-    return agent.link(agent.find("worker1")).connection()._lender is not None
+    return agent.link(agent.find("worker1")).connection().memory.lender is not None
 
 
 def full(value: float) -> Tensor:

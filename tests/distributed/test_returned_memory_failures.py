@@ -10,7 +10,7 @@ from torch import Tensor
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, WorkerDied
 from telegrad.rpc.current import require_agent
-from telegrad.transport.blocks import Lender
+from telegrad.transport.blocks.lending import Lender
 from tests.chaos.test_cuts import arm, disarm
 from tests.cluster import WAYS, Cluster, cluster
 from tests.distributed.test_memory import both_resident
@@ -60,7 +60,7 @@ def again() -> None:
 
 def lender() -> Lender:
     agent = require_agent()
-    found = agent.link(agent.find("worker1")).connection()._lender
+    found = agent.link(agent.find("worker1")).connection().memory.lender
     assert found is not None
     return found
 

@@ -18,8 +18,9 @@ from telegrad.rpc.peers.accept import MAX_HALF_OPEN
 from telegrad.transport.addresses import Address, connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import receive_exactly
+from telegrad.wire.block_notices import ReleaseBlocks
 from telegrad.wire.frames import HEADER, MAGIC, VERSION, Kind, encode_prefix
-from telegrad.wire.messages import Ack, PythonCall, ReleaseBlocks
+from telegrad.wire.messages import Ack, PythonCall
 from tests.waiting import wait_until
 
 

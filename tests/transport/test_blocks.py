@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from telegrad.errors import ProtocolError
-from telegrad.transport.blocks import MIN_BLOCK, Block, Borrower, Heap, Lender, block_size
+from telegrad.transport.blocks.heap import Heap
+from telegrad.transport.blocks.lending import Borrower, Lender
+from telegrad.transport.blocks.mapping import MIN_BLOCK, Block, block_size
 
 FOREVER = float("inf")
 

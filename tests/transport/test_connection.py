@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
-from telegrad.transport.blocks import Lender
-from telegrad.transport.connection import Connection, _say_once
+from telegrad.transport.blocks.lending import Lender
+from telegrad.transport.connection import Connection
 from telegrad.transport.stream import Lane, SocketStream, make_lane_pair
+from telegrad.transport.tensor_memory import _say_once
+from telegrad.wire.block_notices import ReleaseBlocks, RetireBlocks
 from telegrad.wire.frames import HEADER, INLINE, MAGIC, VERSION, Frame, Kind, SegmentSpec, encode_prefix, returned
-from telegrad.wire.messages import Ack, Ping, PythonReply, ReleaseBlocks, RetireBlocks
+from telegrad.wire.messages import Ack, Ping, PythonReply
 from telegrad.wire.returning import mark_spare, storages_of
 from telegrad.wire.tensors import describe, rebuild
 
@@ -135,7 +137,7 @@ def test_a_peer_that_does_not_read_meets_the_deadline(pair: tuple[Connection, Co
 def test_blocks_go_back_when_the_storage_is_freed_and_are_used_again() -> None:
     a, b = make_pair()
     with closing(a), closing(b):
-        lender, borrower = a._lender, b._borrower
+        lender, borrower = a.memory.lender, b.memory.borrower
         assert lender is not None
         x = torch.ones(100_000)
         addresses = set()
@@ -225,8 +227,8 @@ def take_tensors(connection: Connection, count: int = 1) -> list[torch.Tensor]:
 
 
 def lender_of(connection: Connection) -> Lender:
-    assert connection._lender is not None
-    return connection._lender
+    assert connection.memory.lender is not None
+    return connection.memory.lender
 
 
 def test_what_is_sent_back_lies_in_the_memory_it_was_lent_in() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from telegrad.transport import copying
-from telegrad.transport.copying import ALONE_UP_TO, Copier, Helpers
+from telegrad.transport.blocks import copying
+from telegrad.transport.blocks.copying import ALONE_UP_TO, Copier, Helpers
 
 SIZES = [0, 1, ALONE_UP_TO, ALONE_UP_TO + 1, 5 * 2**20, 9 * 2**20 + 12_345]
 

@@ -18,7 +18,7 @@ from telegrad.cuda import copy_kernel
 from telegrad.cuda.runtime import CudaError
 from telegrad.errors import ProtocolError
 from telegrad.transport import device_blocks
-from telegrad.transport.blocks import Mapping
+from telegrad.transport.blocks.mapping import Mapping
 from telegrad.transport.device_blocks import (
     SLAB,
     Announcement,

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.wire import codec
-from telegrad.wire.codec import Packed, pack, register_reducer, unpack
+from telegrad.wire.codec import Packed, pack, unpack
+from telegrad.wire.pickling import pickler, unpickler
+from telegrad.wire.pickling.pickler import register_reducer
 from telegrad.wire.tensors import describe, rebuild, segment_bytes
 
 
@@ -36,7 +38,7 @@ def trip(value: Any, **options: Any) -> Any:
 
 
 def is_pickled(value: Any) -> bool:
-    return pack(value).payload[0] in (codec._PICKLE, codec._PICKLE_AND_BUFFERS)
+    return pack(value).payload[0] in (unpickler.PICKLE, unpickler.PICKLE_AND_BUFFERS)
 
 
 # What is not pickled.
@@ -371,8 +373,8 @@ def resolve(key: int) -> str:
 
 
 def test_registered_reducers_hold_for_subclasses_and_both_picklers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "_reducers", {})
-    monkeypatch.setattr(codec, "_special", codec._special)
+    monkeypatch.setattr(pickler, "_reducers", {})
+    monkeypatch.setattr(pickler, "_special", pickler._special)
     register_reducer(Reference, lambda reference: (resolve, (reference.key,)))
     assert trip([Reference(1), SpecialReference(2)]) == ["reference 1", "reference 2"]
     assert trip([Reference(1), lambda: 0])[0] == "reference 1"
@@ -390,7 +392,7 @@ def test_names_can_be_resolved_by_the_caller() -> None:
     with pytest.raises(SerializationError):
         deliver(packed, find_class=find_class)
     assert asked[0] == (__name__, "Batch")
-    assert all(module != "telegrad.wire.codec" for module, _ in asked)
+    assert all(module != unpickler.__name__ for module, _ in asked)
 
 
 # What goes wrong.
@@ -430,7 +432,7 @@ def test_a_nesting_too_deep_is_refused() -> None:
 
 
 def named(module: str, name: str) -> bytes:
-    return bytes([codec._PICKLE]) + pickle.dumps(None, 5)[:2] + f"c{module}\n{name}\n.".encode()
+    return bytes([unpickler.PICKLE]) + pickle.dumps(None, 5)[:2] + f"c{module}\n{name}\n.".encode()
 
 
 def test_missing_modules_and_names_say_what_to_do() -> None:
@@ -467,11 +469,11 @@ def test_objects_that_fail_to_wake_say_why() -> None:
         (bytes([codec._FLAT_TUPLE, 1, 0]) + pickle.dumps([1]), 0),
         (bytes([codec._FLAT_TUPLE, 2, 0, 0]) + msgspec.msgpack.encode([1]), 0),
         (bytes([codec._FLAT_TUPLE, 1, 0]) + msgspec.msgpack.encode(5), 0),
-        (bytes([codec._PICKLE_AND_BUFFERS]), 1),
-        (bytes([codec._PICKLE_AND_BUFFERS, 9, 0, 0, 0]), 1),
-        (bytes([codec._PICKLE_AND_BUFFERS, 1, 0, 0, 0]), 1),
-        (bytes([codec._PICKLE]), 0),
-        (bytes([codec._PICKLE]) + b"garbage", 0),
+        (bytes([unpickler.PICKLE_AND_BUFFERS]), 1),
+        (bytes([unpickler.PICKLE_AND_BUFFERS, 9, 0, 0, 0]), 1),
+        (bytes([unpickler.PICKLE_AND_BUFFERS, 1, 0, 0, 0]), 1),
+        (bytes([unpickler.PICKLE]), 0),
+        (bytes([unpickler.PICKLE]) + b"garbage", 0),
     ],
 )
 def test_bad_payloads_are_refused(payload: bytes, tensors: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
-from telegrad.wire import messages
+from telegrad.wire import block_notices, messages
 from telegrad.wire.frames import Head, decode_head
 
 RECORDS: tuple[type[Any], ...] = typing.get_args(messages.AnyMessage)
@@ -86,8 +86,10 @@ def test_tags_are_unique_and_every_record_is_listed() -> None:
     assert len(set(tags)) == len(tags)
     tagged = [
         c
-        for c in vars(messages).values()
-        if isinstance(c, type) and issubclass(c, messages.Message) and c.__struct_config__.tag is not None
+        for c in [*vars(messages).values(), *vars(block_notices).values()]
+        if isinstance(c, type)
+        and issubclass(c, messages.Message | block_notices.BlockNotice)
+        and c.__struct_config__.tag is not None
     ]
     assert set(tagged) == set(RECORDS)
 

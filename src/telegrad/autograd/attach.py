@@ -25,7 +25,6 @@ from telegrad.ids import MessageId, WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import OnReply, Served
 from telegrad.rpc.request import Request
-from telegrad.wire.codec import set_recording
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
     AnyMessage,
@@ -37,6 +36,7 @@ from telegrad.wire.messages import (
     RpcWithProfilingReply,
     RRefFetch,
 )
+from telegrad.wire.pickling.pickler import set_recording
 from telegrad.wire.specs import Flag
 
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)  # a plain int: arithmetic on enums costs a microsecond

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from telegrad._requirements import judge_torch
+
 _ROUNDS = 200
 _MESSAGE = b"x" * 200
 _BLOCK = 16 * 2**20
@@ -67,18 +69,12 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    try:
-        import torch
-    except ImportError as error:
-        return Finding("torch", str(error), "pip install 'torch>=2.13'", fatal=True)
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    """Which torch there is; one that is too old was refused when this package was imported."""
+    import torch
+
     devices = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "CPU only"
     saw = f"{torch.__version__}, {devices}, {torch.get_num_threads()} threads"
-    if (major, minor) < (2, 13):
-        return Finding(
-            "torch", saw, "Telegrad is built and tested on torch 2.13: pip install 'torch>=2.13'", fatal=True
-        )
-    return Finding("torch", saw)
+    return Finding("torch", saw, judge_torch(torch.__version__) or "")
 
 
 def _engine() -> Finding:

@@ -20,7 +20,7 @@ from telegrad.errors import NotInitialized
 from telegrad.nn import owner_side
 from telegrad.nn.unsupported import refusal, refuses_unsupported
 from telegrad.rpc.current import current_agent
-from telegrad.wire.codec import register_reducer
+from telegrad.wire.pickling.pickler import register_reducer
 
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     *("on", "device", "is_device_map_set", "is_scriptable"),

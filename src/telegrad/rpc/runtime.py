@@ -13,7 +13,7 @@ from telegrad.rpc.threads.io_threads import IoThreads
 from telegrad.rpc.threads.timer import Timer
 from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.workers import WorkerInfo
-from telegrad.transport.copying import Helpers
+from telegrad.transport.blocks.copying import Helpers
 
 
 class Runtime:

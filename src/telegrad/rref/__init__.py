@@ -22,8 +22,8 @@ from telegrad.rref.reference import RRef, remote
 from telegrad.rref.references import References, references_of
 from telegrad.rref.serving import messages
 from telegrad.rref.travel import let_go_unread, reduce_reference, settle_late_reply
-from telegrad.wire.codec import register_reducer
 from telegrad.wire.frames import Frame
+from telegrad.wire.pickling.pickler import register_reducer
 
 __all__ = ["RRef", "ReferenceLayer", "References", "debug_info", "install", "references_of", "remote"]
 

@@ -30,7 +30,7 @@ from telegrad.cuda.copy_kernel import Piece, copy_and_tell, give_back_counter, t
 from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
-from telegrad.transport.blocks import MAX_BLOCK, block_size
+from telegrad.transport.blocks.mapping import MAX_BLOCK, block_size
 from telegrad.transport.device_flags import Flag, Flags, Promise, watch
 
 log = logging.getLogger("telegrad.transport")

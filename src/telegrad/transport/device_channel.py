@@ -25,14 +25,14 @@ from telegrad.transport.device_blocks import (
     gpu_id,
 )
 from telegrad.transport.device_flags import Flags, Page
-from telegrad.wire.frames import SegmentSpec, align
-from telegrad.wire.messages import (
+from telegrad.wire.block_notices import (
     AnnounceDeviceBlock,
-    AnyMessage,
     DeviceBlockOpened,
     ReleaseDeviceBlocks,
     RetireDeviceBlocks,
 )
+from telegrad.wire.frames import SegmentSpec, align
+from telegrad.wire.messages import AnyMessage
 from telegrad.wire.segments import Segment
 from telegrad.wire.specs import TensorSpec
 

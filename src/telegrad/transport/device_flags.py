@@ -18,7 +18,7 @@ from typing import NamedTuple
 from telegrad.cuda import host
 from telegrad.cuda.runtime import CudaError
 from telegrad.errors import ProtocolError
-from telegrad.transport.blocks import Mapping
+from telegrad.transport.blocks.mapping import Mapping
 
 log = logging.getLogger("telegrad.transport")
 

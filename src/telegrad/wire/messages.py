@@ -3,14 +3,14 @@
 A record holds ids and numbers only. A user's values travel beside it as the frame's payload (pickled, tensors taken
 out) and its tensors as the frame's tensor table; control messages have neither, and nothing in them is ever pickled.
 Decoding checks types and element counts, so a record that exists is well-formed. What is still to be checked is what
-only the receiver can know: whether an id names something it has.
+only the receiver can know: whether an id names something it has. What the ends of a connection tell each other about
+memory is in `block_notices.py`.
 """
-
-from typing import Any
 
 import msgspec
 
 from telegrad.ids import ContextId, ForkId, Incarnation, MessageId, PassId, PeerId, RRefId, WorkerId
+from telegrad.wire.block_notices import AnyBlockNotice
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -145,13 +145,6 @@ class RpcWithAutograd(Message, frozen=True, tag=20):
     metadata: AutogradMetadata
     call: PythonCall | PythonRemoteCall | RRefFetch
     strict: bool
-
-
-def with_definition(call: Any, definition: bytes) -> Any:
-    """The message of a call, with the definition of its function rather than the number alone."""
-    if type(call) in (RpcWithAutograd, RpcWithProfiling, RpcWithTrace):
-        return msgspec.structs.replace(call, call=with_definition(call.call, definition))
-    return msgspec.structs.replace(call, definition=definition)
 
 
 class RpcWithAutogradReply(Message, frozen=True, tag=21):
@@ -311,18 +304,6 @@ class BarrierReply(Message, frozen=True, tag=42):
     missing: tuple[str, ...]
 
 
-class ReleaseBlocks(Message, frozen=True, tag=43):
-    """I no longer use these blocks of your shared memory."""
-
-    blocks: tuple[int, ...]
-
-
-class RetireBlocks(Message, frozen=True, tag=44):
-    """I will not use these blocks of my shared memory again; unmap them."""
-
-    blocks: tuple[int, ...]
-
-
 class Goodbye(Message, frozen=True, tag=45):
     """I am leaving on purpose; what you still ask of me will not be answered."""
 
@@ -363,38 +344,6 @@ class Observed(Message, frozen=True, tag=61):
     data: bytes
 
 
-class AnnounceDeviceBlock(Message, frozen=True, tag=80):
-    """A block of my device memory that messages will name; with `ask`, tell me whether you can open it."""
-
-    number: int
-    size: int
-    gpu: str  # its UUID
-    offset: int  # in the memory that the handle stands for
-    memory: bytes  # what it is opened with
-    page: int  # the block of shared memory, and the place in it, that says which use was written and read
-    flag: int
-    ask: bool
-
-
-class DeviceBlockOpened(Message, frozen=True, tag=81):
-    """I opened a block of your device memory, or cannot, and why."""
-
-    number: int
-    refusal: str
-
-
-class ReleaseDeviceBlocks(Message, frozen=True, tag=82):
-    """I have copied these blocks of your device memory, or closed them if you had retired them."""
-
-    blocks: tuple[int, ...]
-
-
-class RetireDeviceBlocks(Message, frozen=True, tag=83):
-    """I will not use these blocks of my device memory again; close them and tell me."""
-
-    blocks: tuple[int, ...]
-
-
 AnyMessage = (
     PythonCall
     | PythonReply
@@ -432,8 +381,6 @@ AnyMessage = (
     | Exhausted
     | Barrier
     | BarrierReply
-    | ReleaseBlocks
-    | RetireBlocks
     | Goodbye
     | DialBack
     | DebugWaits
@@ -441,8 +388,5 @@ AnyMessage = (
     | CancelCall
     | Observe
     | Observed
-    | AnnounceDeviceBlock
-    | DeviceBlockOpened
-    | ReleaseDeviceBlocks
-    | RetireDeviceBlocks
+    | AnyBlockNotice
 )

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad.rpc.current import require_agent
-from telegrad.wire.codec import pack, register_reducer, unpack
+from telegrad.wire.codec import pack, unpack
+from telegrad.wire.pickling.pickler import register_reducer
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 

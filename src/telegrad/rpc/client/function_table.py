@@ -9,10 +9,12 @@ import operator
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import msgspec
 import torch
 
 from telegrad.rpc.trust.exports import definition_of
 from telegrad.wire.codec import pack
+from telegrad.wire.messages import RpcWithAutograd, RpcWithProfiling, RpcWithTrace
 
 BY_NAME = (FunctionType, BuiltinFunctionType, type, str)  # what may have a number
 NOT_NUMBERED = 0
@@ -44,6 +46,13 @@ class FunctionTable:
         """The call that defines `func` was sent: from now on its number is enough."""
         if definition:
             self.known.setdefault(func, (number, definition))
+
+
+def with_definition(call: Any, definition: bytes) -> Any:
+    """The message of a call, with the definition of its function rather than the number alone."""
+    if type(call) in (RpcWithAutograd, RpcWithProfiling, RpcWithTrace):
+        return msgspec.structs.replace(call, call=with_definition(call.call, definition))
+    return msgspec.structs.replace(call, definition=definition)
 
 
 class ScriptedFunction:

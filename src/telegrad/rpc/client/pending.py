@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from telegrad.rpc.client.function_table import with_definition
 from telegrad.wire.frames import Frame
-from telegrad.wire.messages import with_definition
 
 FOREVER = float("inf")
 

@@ -1,114 +1,30 @@
-"""Memory that tensors travel in and that is used again: touched pages cost a fifth of fresh ones.
+"""Shared memory between two workers on one host: a sender lends blocks with its messages, a receiver borrows them.
 
-Between two workers on one host a sender copies tensors once, into a block of shared memory it owns (`Lender`); the
-receiver's tensors alias that block (`Borrower`) until their storage is freed, and then the block goes back to the
-sender. A receiver that sends the memory back and keeps nothing of it copies nothing: the sender's own tensors alias the
-block then (`Lender.regain`), which is free again when both have let go of it. Without shared memory the receiver reads
-into blocks of its own (`Heap`). Who may write to a block is never in doubt: its sender until the message is sent, its
-receiver until it is released or sent back.
-
-A pool keeps what the traffic of the last moments used: whoever owns it calls `trim` now and then, and what has been
-idle for longer goes back to the system.
+A sender copies tensors once, into a block of shared memory it owns (`Lender`); the receiver's tensors alias that block
+(`Borrower`) until their storage is freed, and then the block goes back to the sender. A receiver that sends the memory
+back and keeps nothing of it copies nothing: the sender's own tensors alias the block then (`Lender.regain`), which is
+free again when both have let go of it. Who may write to a block is never in doubt: its sender until the message is
+sent, its receiver until it is released or sent back.
 """
 
 import bisect
-import ctypes
 import fcntl
-import mmap
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from telegrad.errors import ProtocolError
+from telegrad.transport.blocks.mapping import IDLE_LIMIT, MAX_BLOCK, Block, Mapping, block_size, count_idle_since
 
-MIN_BLOCK = 64 * 1024
-IDLE_LIMIT = 512 * 2**20  # bytes of unused blocks that a pool keeps for later
-MAX_BLOCK = 64 * 2**30
 MAX_NUMBER = 2**62
 MOST_BLOCKS = 8192  # of one peer that are mapped at a time; the system allows a process some 65,000 mappings in all
 # A block that its sender makes smaller kills whoever reads it (SIGBUS): it is fixed when made, and one that is not is
 # refused.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-def block_size(nbytes: int) -> int:
-    """The size class for `nbytes`: four steps to each power of two, so that at most a fifth is wasted."""
-    if nbytes <= MIN_BLOCK:
-        return MIN_BLOCK
-    step = 1 << ((nbytes - 1).bit_length() - 3)
-    return -(-nbytes // step) * step
-
-
-class Mapping:
-    """Mapped memory, of a file descriptor or of none. Not Python's `mmap`, which would hold a copy of the descriptor
-    for as long: a thousand blocks in use must not be a thousand open files. Unmapped when nobody refers to it."""
-
-    def __init__(self, fd: int, size: int) -> None:
-        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-        if address == _MAP_FAILED:
-            error = ctypes.get_errno()
-            raise OSError(error, f"mapping {size} bytes: {os.strerror(error)}")
-        self.address: int = address
-        self.size = size
-        self.seen_at = 0  # where the GPU sees it, if it is pinned
-        weakref.finalize(self, _libc.munmap, address, size).atexit = False
-
-    def before_unmapping(self, act: Callable[[int], None]) -> None:
-        """Call `act` with the address when nobody refers to this any more. Finalizers run latest first."""
-        weakref.finalize(self, act, self.address).atexit = False
-
-
-class Block:
-    """A mapping and the ctypes array type that gives out aliases of it."""
-
-    __slots__ = ("_array_type", "_mapping", "address", "fd", "idle_since", "number", "size")
-
-    def __init__(self, number: int, size: int, fd: int = -1) -> None:
-        self._mapping = Mapping(fd, size)
-        self.number = number
-        self.size = size
-        self.fd = fd
-        self.idle_since = 0.0
-        self.address = self._mapping.address
-        self._array_type = ctypes.c_char * size
-
-    @property
-    def mapping(self) -> Mapping:
-        """The memory itself, which lives as long as something refers to it."""
-        return self._mapping
-
-    def alias(self) -> Any:
-        """A new ctypes array over the whole block; what is built on it keeps it, and it keeps the mapping."""
-        array = self._array_type.from_address(self.address)
-        array.mapping = self._mapping  # type: ignore[attr-defined] # torch declares no type for it
-        return array
-
-    def close(self) -> None:
-        """Close the descriptor. The mapping itself ends with its last alias."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-def _count_idle_since(idle: list[Block], before: float) -> int:
-    """How many of them, from the first on; the last one to come is the first to be used again, so these are oldest."""
-    count = 0
-    for block in idle:
-        if block.idle_since >= before:
-            break
-        count += 1
-    return count
 
 
 class Lender:
@@ -231,7 +147,7 @@ class Lender:
         with self._lock:
             self._note_let_go()
             for size, idle in list(self._idle.items()):
-                old = _count_idle_since(idle, before)
+                old = count_idle_since(idle, before)
                 gone += idle[:old]
                 del idle[:old]
                 if not idle:
@@ -369,47 +285,3 @@ class Borrower:
     def in_use(self) -> int:
         """How many blocks some tensor here still aliases."""
         return len(self._in_use)
-
-
-class Heap:
-    """Receive buffers of this process, given out again once nothing aliases them."""
-
-    def __init__(self, idle_limit: int = IDLE_LIMIT) -> None:
-        self._idle_limit = idle_limit
-        self._idle: dict[int, list[Block]] = {}
-        self._idle_bytes = 0
-        self._refs: dict[int, weakref.ref[Any]] = {}
-
-    def allocate(self, nbytes: int) -> Any:
-        """Writable memory of at least `nbytes`, as a ctypes array."""
-        size = block_size(nbytes)
-        idle = self._idle.get(size)
-        try:
-            block = idle.pop() if idle else None
-        except IndexError:  # another thread took it
-            block = None
-        if block is None:
-            block = Block(0, size)
-        else:
-            self._idle_bytes -= size
-        alias = block.alias()
-        key = id(alias)
-
-        def freed(_: object, block: Block = block, key: int = key) -> None:
-            # Runs in whichever thread drops the last tensor, possibly inside another allocation: takes no lock.
-            self._refs.pop(key, None)
-            if self._idle_bytes + block.size <= self._idle_limit:
-                block.idle_since = time.monotonic()
-                self._idle_bytes += block.size
-                self._idle.setdefault(block.size, []).append(block)
-
-        self._refs[key] = weakref.ref(alias, freed)
-        return alias
-
-    def trim(self, before: float) -> None:
-        """Let go of the buffers that have been idle since `before` on the monotonic clock."""
-        for idle in list(self._idle.values()):
-            # Without a lock another thread may take one meanwhile; then a younger one goes, which costs only time.
-            del idle[: _count_idle_since(idle, before)]
-        # Counted anew: two threads that change it at once may have lost one of the changes.
-        self._idle_bytes = sum(size * len(idle) for size, idle in list(self._idle.items()))

@@ -1,0 +1,59 @@
+"""What the two ends of a connection tell each other about the blocks of memory that tensors travel in.
+
+Nobody above the connection sees these records. They are messages like the others (`messages.py`).
+"""
+
+import msgspec
+
+
+class BlockNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of these records."""
+
+
+class ReleaseBlocks(BlockNotice, frozen=True, tag=43):
+    """I no longer use these blocks of your shared memory."""
+
+    blocks: tuple[int, ...]
+
+
+class RetireBlocks(BlockNotice, frozen=True, tag=44):
+    """I will not use these blocks of my shared memory again; unmap them."""
+
+    blocks: tuple[int, ...]
+
+
+class AnnounceDeviceBlock(BlockNotice, frozen=True, tag=80):
+    """A block of my device memory that messages will name; with `ask`, tell me whether you can open it."""
+
+    number: int
+    size: int
+    gpu: str  # its UUID
+    offset: int  # in the memory that the handle stands for
+    memory: bytes  # what it is opened with
+    page: int  # the block of shared memory, and the place in it, that says which use was written and read
+    flag: int
+    ask: bool
+
+
+class DeviceBlockOpened(BlockNotice, frozen=True, tag=81):
+    """I opened a block of your device memory, or cannot, and why."""
+
+    number: int
+    refusal: str
+
+
+class ReleaseDeviceBlocks(BlockNotice, frozen=True, tag=82):
+    """I have copied these blocks of your device memory, or closed them if you had retired them."""
+
+    blocks: tuple[int, ...]
+
+
+class RetireDeviceBlocks(BlockNotice, frozen=True, tag=83):
+    """I will not use these blocks of my device memory again; close them and tell me."""
+
+    blocks: tuple[int, ...]
+
+
+AnyBlockNotice = (
+    ReleaseBlocks | RetireBlocks | AnnounceDeviceBlock | DeviceBlockOpened | ReleaseDeviceBlocks | RetireDeviceBlocks
+)

@@ -1,0 +1,1 @@
+"""Values that have to be pickled: tensors are put aside, functions of a script go by name or whole."""
