@@ -47,8 +47,11 @@ def copy_and_tell(device: int, stream: int, pieces: Sequence[Piece], number: int
     """Enqueue copies of all pieces on a stream of `device`, and then that `value` is written at `number`.
 
     `counter` is of `take_counter`, and of no other launch that may run at the same time; 0 if there was none."""
-    kernel = _kernel(device) if counter else None
-    if kernel is None or any((s | t) % 16 and nbytes > _SLOW_FROM for s, t, nbytes in pieces):
+    kernel = _kernels.get(device) if counter else None
+    for source, target, nbytes in pieces:
+        if nbytes > _SLOW_FROM and (source | target) % 16:
+            kernel = None
+    if kernel is None:
         cuda = runtime()
         for source, target, nbytes in pieces:
             cuda.copy(target, source, nbytes, stream)
@@ -82,7 +85,7 @@ class _Kernel:
             place += _PIECE.size
             total += piece[2]
         blocks = min(-(-total // _BYTES_OF_BLOCK) or 1, self._most_blocks)
-        if torch.cuda.current_device() == self._device:
+        if torch._C._cuda_getDevice() == self._device:
             launcher.launch(self._function, blocks, THREADS, stream)
         else:
             with torch.cuda.device(self._device):

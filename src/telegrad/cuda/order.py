@@ -4,8 +4,8 @@
   everything that had been answered here before it arrived, and that its caller may therefore know of: earlier requests,
   earlier passes, and what lies on the default stream.
 - A backward pass has streams of its own, too, whichever threads run its parts.
-- A message carries an event for its memory (`transport/device_blocks.py`), so what the sender had enqueued is done
-  before the receiver's stream reads it.
+- A message carries a number for its memory (`transport/device`), so what the sender had enqueued is done before the
+  receiver's stream reads it.
 - A value that waits for whoever comes for it, in a future or behind a reference, has a `Mark` of the streams it was
   made on.
 
@@ -48,10 +48,11 @@ _local = _Local()
 class Lane:
     """One stream on each device in use, for one request or one pass at a time."""
 
-    __slots__ = ("_streams", "ended", "ended_at", "unfinished", "uses")
+    __slots__ = ("_raw", "_streams", "ended", "ended_at", "unfinished", "uses")
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._raw: list[_Raw] = []
         self.ended = False  # its request or pass has been answered: others may know of it, and must see its work
         self.unfinished = False  # whether some of that work may not be done
         self.ended_at = 0
@@ -71,6 +72,12 @@ class Lane:
     def streams(self) -> list[torch.cuda.Stream]:
         """Those on all devices in use."""
         return [self.stream(device) for device in _devices]
+
+    def raw(self) -> list[_Raw]:
+        """The same, as torch's own functions take them."""
+        if len(self._raw) != len(_devices):
+            self._raw = [(one.stream_id, one.device_index, one.device_type) for one in self.streams()]
+        return self._raw
 
 
 def activate() -> None:
@@ -113,17 +120,18 @@ def take(arrived: int = 0) -> Lane:
     arrived = arrived or now()
     with _lock:
         # The one used last, among those to be waited for anyhow.
-        lane = next((lane for lane in reversed(_free) if lane.ended_at < arrived or not lane.unfinished), None)
-        if lane is not None:
-            _free.remove(lane)
+        for lane in reversed(_free):
+            if lane.ended_at < arrived or not lane.unfinished:
+                _free.remove(lane)
+                break
         else:
             lane = Lane()
             _lanes.append(lane)
         lane.ended = False
-    for stream in lane.streams():
-        default = _default_stream(stream.device_index)
+    for device in _devices:
+        default = _default_stream(device)
         if not default.query():
-            _wait(stream, default)
+            _wait(lane.stream(device), default)
     _follow(lane.stream, arrived)
     return lane
 
@@ -217,11 +225,11 @@ class on:  # noqa: N801 - used like a function; a class, because each request en
         self._lane = lane
 
     def __enter__(self) -> None:
-        streams = self._lane.streams()
-        self._before = [_current(stream.device_index) for stream in streams]
+        streams = self._lane.raw()
+        self._before = [_current(device) for _, device, _ in streams]
         self._outer, _local.lane = _local.lane, self._lane
         if streams:
-            _set_current([(stream.stream_id, stream.device_index, stream.device_type) for stream in streams])
+            _set_current(streams)
 
     def __exit__(self, *_: object) -> None:
         _local.lane = self._outer

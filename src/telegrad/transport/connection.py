@@ -14,7 +14,7 @@ from typing import Any
 from telegrad.cuda import host, order
 from telegrad.errors import SerializationError
 from telegrad.transport.blocks.heap import Heap
-from telegrad.transport.device_channel import DeviceChannel
+from telegrad.transport.device.channel import DeviceChannel
 from telegrad.transport.stream import Stream
 from telegrad.transport.tensor_memory import TensorMemory
 from telegrad.wire.frames import Frame, FrameReader, Kind, encode_prefix, encode_small
