@@ -24,8 +24,8 @@ from telegrad.transport.stream import Stream, is_running
 from telegrad.wire.block_notices import ReleaseBlocks, RetireBlocks
 from telegrad.wire.frames import INLINE, Frame, SegmentSpec, align, returned
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.segments import HOST
-from telegrad.wire.tensors import Segment, TensorSpec, segment_bytes, segment_view
+from telegrad.wire.tensor.segments import HOST
+from telegrad.wire.tensor.tensors import Segment, TensorSpec, segment_bytes, segment_view
 
 log = logging.getLogger("telegrad.transport")
 

@@ -18,7 +18,7 @@ from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks.mapping import MAX_BLOCK
 from telegrad.transport.device.blocks import FIRST_NUMBER, USE_BITS, USES, Announcement, exported
-from telegrad.transport.device.flags import Promise, watch
+from telegrad.transport.device.flags import Promise, keep_promises
 from telegrad.transport.device.leftovers import close_later
 
 log = logging.getLogger("telegrad.transport")
@@ -156,7 +156,7 @@ class DeviceBorrower:
         blocks = [block for block in self._blocks.values() if isinstance(block, BorrowedBlock)]
         self._blocks.clear()
         if blocks:
-            watch([block.promise() for block in blocks], peer_is_gone)
+            keep_promises([block.promise() for block in blocks], peer_is_gone)
             close_later(functools.partial(self._close_if_read, blocks))
 
     def _close_if_read(self, blocks: list[BorrowedBlock]) -> bool:

@@ -27,8 +27,8 @@ from telegrad.wire.block_notices import (
 )
 from telegrad.wire.frames import SegmentSpec, align
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.segments import Segment
-from telegrad.wire.specs import TensorSpec
+from telegrad.wire.tensor.segments import Segment
+from telegrad.wire.tensor.specs import TensorSpec
 
 log = logging.getLogger("telegrad.transport")
 

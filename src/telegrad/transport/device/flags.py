@@ -3,7 +3,7 @@
 A stream writes the number of a use once its copies are done, and a stream of the other process waits for it. CUDA has
 events for that, but one of a process that was killed before it reached it never comes, and a stream that waits for it
 hangs for good. A number in memory can be written by anybody: after the end of a peer whatever it had promised is
-written in its place (`watch`), and what a tensor of it would have held is spoiled first (all bits set: NaN).
+written for it (`keep_promises`), and what a tensor of it would have held is spoiled first (all bits set: NaN).
 """
 
 from __future__ import annotations
@@ -113,14 +113,16 @@ class Promise(NamedTuple):
     spoil: Callable[[], None] | None = None
 
 
-def watch(promises: list[Promise], peer_is_gone: Callable[[], bool]) -> None:
+def keep_promises(promises: list[Promise], peer_is_gone: Callable[[], bool]) -> None:
     """A connection has ended: see that what its peer promised is written, by the peer, or here once that is gone."""
     left = [promise for promise in promises if not promise.number.has_reached(promise.value)]
     if left:
-        threading.Thread(target=_watch, args=(left, peer_is_gone), name="telegrad-lost-gpu-work", daemon=True).start()
+        threading.Thread(
+            target=_keep_promises, args=(left, peer_is_gone), name="telegrad-lost-gpu-work", daemon=True
+        ).start()
 
 
-def _watch(promises: list[Promise], peer_is_gone: Callable[[], bool]) -> None:
+def _keep_promises(promises: list[Promise], peer_is_gone: Callable[[], bool]) -> None:
     gone_since: float | None = None
     while promises := [promise for promise in promises if not promise.number.has_reached(promise.value)]:
         if gone_since is None and peer_is_gone():

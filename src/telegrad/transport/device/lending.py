@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.mapping import block_size
 from telegrad.transport.device.blocks import FIRST_NUMBER, SLAB, DeviceBlock, NoRoom, Slab
-from telegrad.transport.device.flags import Flags, Promise, watch
+from telegrad.transport.device.flags import Flags, Promise, keep_promises
 from telegrad.transport.device.leftovers import free_later
 
 _LOOK_AT = 8  # blocks, when one is needed: the oldest come back first
@@ -145,7 +145,7 @@ class DeviceLender:
         with self._lock:
             slabs, self._slabs = self._slabs, set()
             blocks = [block for slab in slabs for block in slab.blocks]
-            watch([Promise(block.flag.read, block.uses) for block in blocks], peer_is_gone)
+            keep_promises([Promise(block.flag.read, block.uses) for block in blocks], peer_is_gone)
             self._lent.clear()
             self._idle.clear()
             self._closing.clear()

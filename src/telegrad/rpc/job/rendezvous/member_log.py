@@ -3,7 +3,7 @@
 Each worker appends a record of itself and reads the records of the others. The log only grows, so a reader needs to
 remember no more than how far it has read, and a worker that comes back under its old name is simply a later record.
 
-A store that lives in the process of one worker ends with it. The place is then lost until `move` gives it another
+A store that lives in the process of one worker ends with it. The log is then lost until `move` gives it another
 store, at the same address, which begins empty: see `store_recovery.py`.
 """
 
@@ -21,10 +21,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from telegrad.errors import RendezvousError, TelegradError
 from telegrad.ids import Incarnation, WorkerId, generation_of
-from telegrad.rpc.job import job_marker
-from telegrad.rpc.job import store as store_host
-from telegrad.rpc.job.job_marker import JobMarker
-from telegrad.rpc.job.store_client import Prefixed
+from telegrad.rpc.job.rendezvous import job_marker
+from telegrad.rpc.job.rendezvous import store as store_host
+from telegrad.rpc.job.rendezvous.job_marker import JobMarker
+from telegrad.rpc.job.rendezvous.store_client import Prefixed
 from telegrad.rpc.threads.interrupts import pause as sleep
 from telegrad.rpc.trust.files import make_private
 from telegrad.rpc.trust.rate import LimitedLog
@@ -47,14 +47,14 @@ _decode = msgspec.msgpack.Decoder(Member).decode
 def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Any:
     """The store that `init_method` names. Others than the plain forms of tcp:// and env:// are left to torch."""
     limit = timedelta(seconds=max(timeout, 1e-3))
-    place = store_host.place_in(init_method)
+    endpoint = store_host.endpoint_in(init_method)
     if init_method.startswith("file:"):
         make_private(urlparse(init_method).path)
     try:
-        if place is not None:
-            first = rank == 0 or (world_size is None and rank < 0 and store_host.is_here(place[0]))
-            opens = first and not store_host.is_launchers(place)
-            store: Any = store_host.open_or_join(place, opens=opens, seconds=timeout)
+        if endpoint is not None:
+            first = rank == 0 or (world_size is None and rank < 0 and store_host.is_here(endpoint[0]))
+            opens = first and not store_host.is_launchers(endpoint)
+            store: Any = store_host.open_or_join(endpoint, opens=opens, seconds=timeout)
         elif world_size:
             store, _, _ = next(iter(rendezvous(init_method, rank=rank, world_size=world_size, timeout=limit)))
         else:
@@ -91,8 +91,8 @@ class MemberLog:
         """`marker` says which job it is: there is one in one store. RendezvousError if another has begun there. Records
         have the `seal` of the job: those that have not are not read."""
         self._seal = seal
-        self.where = store_host.place_of(store)  # None for a store that does not end with a worker
-        self.address = store_host.address_of(store)  # None for one that is not reached over the network
+        self.where = store_host.worker_endpoint_of(store)  # None for a store that does not end with a worker
+        self.address = store_host.endpoint_of(store)  # None for one that is not reached over the network
         # Whether the store is still there. Asked before each use.
         self.stands: Callable[[], bool] = lambda: True
         self._marker = marker
@@ -127,7 +127,7 @@ class MemberLog:
             raise RendezvousError(
                 "the store where this worker should meet others is that of a job with another secret, or of somebody "
                 "who knows none; it was not joined. Give all workers of a job the same secret (TELEGRAD_SECRET), and "
-                "each job a place of its own"
+                "each job a store of its own"
             )
         found = ours.compare_set("job", "", job_marker.encode(self._marker))
         problem = job_marker.difference(job_marker.decode(found, where), self._marker, where)
@@ -202,14 +202,14 @@ class MemberLog:
         return latest not in (None, incarnation) and generation_of(latest) >= generation_of(incarnation)
 
     def _latest(self, worker_id: int) -> Incarnation | None:
-        """Of the workers with this id that were known before the place was opened anew, the one started last."""
+        """Of the workers with this id that were known before the store was opened anew, the one started last."""
         key = f"latest/{worker_id}"
         return Incarnation(int(self._open_log().get(key))) if self._open_log().check(key) else None
 
     def restore(self, latest: Mapping[WorkerId, Incarnation]) -> None:
-        """In a place opened anew: say which ids have been given, and who had them last.
+        """In a store opened anew: say which ids have been given, and who had them last.
 
-        One of them may have opened the place, and have counted itself the first with its id."""
+        One of them may have opened the store, and have counted itself the first with its id."""
         for worker_id, incarnation in latest.items():
             key, known = f"latest/{worker_id}", self._latest(worker_id)
             while known is None or generation_of(known) < generation_of(incarnation):
@@ -280,7 +280,7 @@ def read_records(log_: Prefixed, seal: Seal) -> list[Member]:
 
 
 def wait_for_ranks(
-    place: MemberLog,
+    member_log: MemberLog,
     take: Callable[[list[Member]], None],
     present: Callable[[], set[int]],
     world_size: int,
@@ -309,17 +309,17 @@ def wait_for_ranks(
         sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
         try:
-            place.news(take)
+            member_log.news(take)
             if now >= next_look:
                 next_look = now + _COMPLAINTS_SECONDS
-                fresh = place.complaints()
+                fresh = member_log.complaints()
                 for complaint in fresh:
                     log.warning("a worker was turned away: %s", complaint)
                 complaints += fresh
         except TelegradError:
             raise
         except RuntimeError as error:
-            if place.where is None:
+            if member_log.where is None:
                 raise RendezvousError(
                     f"the rendezvous store closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"
                 ) from error

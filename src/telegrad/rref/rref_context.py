@@ -19,11 +19,11 @@ from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member, peer_of
-from telegrad.rref import actions as act
 from telegrad.rref.creation import Deadlines
+from telegrad.rref.ledger import actions as act
+from telegrad.rref.ledger.owner import OwnerLedger
+from telegrad.rref.ledger.user import UserLedger
 from telegrad.rref.outcome import Outcome
-from telegrad.rref.owner_ledger import OwnerLedger
-from telegrad.rref.user_ledger import UserLedger
 from telegrad.wire import messages as msg
 
 log = logging.getLogger("telegrad.rref")
@@ -47,7 +47,7 @@ _AS_MESSAGE: dict[type[act.Send], Callable[[Any], msg.AnyMessage]] = {
 }
 
 
-class References(Layer):
+class RRefContext(Layer):
     """One worker's part in all references: the values it owns and the handles it has."""
 
     ignore_leaks = True  # if False, a graceful shutdown raises when values are still named at its end
@@ -65,14 +65,14 @@ class References(Layer):
         self._ids = ids_of(self.me)
         self._names: dict[PeerId, str] = {}  # of the dead
         self._changed = threading.Condition(threading.Lock())
-        self._watchers = 0  # threads that wait for a change
+        self._waiting = 0  # threads that wait for a change
         self._gone: deque[tuple[RRefId, ForkId | None]] = deque()
         self._outbox: deque[act.Send] = deque()
         self._sweep_due = False
         self._sweep_now = False
 
     def __repr__(self) -> str:
-        return f"<References of {self.agent.info.name!r}: {len(self.owned)} owned, {len(self.used)} used>"
+        return f"<RRefContext of {self.agent.info.name!r}: {len(self.owned)} owned, {len(self.used)} used>"
 
     def new_id(self) -> int:
         """An id for a reference or a fork made here."""
@@ -123,7 +123,7 @@ class References(Layer):
                     self.lost[action.fork_id] = action.died
                 elif type(action) is act.FailValue:
                     self.values.setdefault(action.rref_id, Outcome())
-            if self._watchers:
+            if self._waiting:
                 self._changed.notify_all()
         return actions
 
@@ -161,14 +161,14 @@ class References(Layer):
         with self._changed:
             return at()
 
-    def watch(self, condition: Callable[[], bool], seconds: float | None) -> bool:
+    def wait_until(self, condition: Callable[[], bool], seconds: float | None) -> bool:
         """Wait until `condition` of the tables holds; False if it does not within `seconds` (None: for ever)."""
         with blocking(), self._changed:
-            self._watchers += 1
+            self._waiting += 1
             try:
                 return self._changed.wait_for(condition, seconds)
             finally:
-                self._watchers -= 1
+                self._waiting -= 1
 
     # --- performing ---
 
@@ -302,6 +302,6 @@ def _drain(queue: deque[T]) -> Iterable[T]:
             return
 
 
-def references_of(agent: Agent) -> References:
+def rrefs_of(agent: Agent) -> RRefContext:
     """The references of an agent."""
-    return agent.layer(References)
+    return agent.layer(RRefContext)

@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from telegrad.cuda import order
 from telegrad.cuda.host import to_device
 from telegrad.errors import ProtocolError, SerializationError
-from telegrad.wire.segments import contiguous_strides, element_span, overlapping
-from telegrad.wire.specs import (
+from telegrad.wire.tensor.segments import contiguous_strides, element_span, overlapping
+from telegrad.wire.tensor.specs import (
     COMPRESSED_KINDS,
     DTYPES,
     KINDS_WITH_MEMORY,
@@ -25,20 +25,20 @@ from telegrad.wire.specs import (
     PACKED_DTYPES,
     QUANTIZED_DTYPES,
     Flag,
-    Kind,
+    TensorKind,
     TensorSpec,
 )
 
 _LAYOUTS = {kind: layout for layout, kind in COMPRESSED_KINDS.items()}
 # Parts and scalars each kind needs; None for any number.
-_COUNTS: dict[Kind, tuple[int | None, int]] = {
-    Kind.DENSE: (0, 0),
-    Kind.SPARSE_COO: (2, 0),
+_COUNTS: dict[TensorKind, tuple[int | None, int]] = {
+    TensorKind.DENSE: (0, 0),
+    TensorKind.SPARSE_COO: (2, 0),
     **dict.fromkeys(_LAYOUTS, (3, 0)),
-    Kind.QUANTIZED: (0, 2),
-    Kind.QUANTIZED_CHANNELS: (2, 1),
-    Kind.META: (0, 0),
-    Kind.NESTED: (None, 0),
+    TensorKind.QUANTIZED: (0, 2),
+    TensorKind.QUANTIZED_CHANNELS: (2, 1),
+    TensorKind.META: (0, 0),
+    TensorKind.NESTED: (None, 0),
 }
 # Plain ints: arithmetic on enums costs a microsecond.
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
@@ -99,7 +99,7 @@ class Assembly:
         counter, and torch notices when one is changed in place and another is then used."""
         sharing: dict[tuple[int, str], list[int]] = {}
         for index, spec in enumerate(self._specs[: len(tensors)]):  # parts come after all tensors
-            if spec.kind == Kind.DENSE and spec.segment != NO_SEGMENT:
+            if spec.kind == TensorKind.DENSE and spec.segment != NO_SEGMENT:
                 sharing.setdefault((spec.segment, spec.device), []).append(index)
         for members in sharing.values():
             if len(members) > 1:
@@ -119,7 +119,7 @@ class Assembly:
     def _check(self, index: int, spec: TensorSpec) -> None:
         if spec.kind not in _COUNTS:
             raise ProtocolError(f"tensor {index}: unknown kind {spec.kind}")
-        kind = Kind(spec.kind)
+        kind = TensorKind(spec.kind)
         parts, scalars = _COUNTS[kind]
         if (parts is not None and len(spec.parts) != parts) or len(spec.scalars) != scalars:
             raise ProtocolError(
@@ -127,14 +127,16 @@ class Assembly:
             )
         for part in spec.parts:
             # Parts come after their owner and have none themselves, so there is no cycle.
-            if not index < part < len(self._specs) or self._specs[part].kind != Kind.DENSE:
+            if not index < part < len(self._specs) or self._specs[part].kind != TensorKind.DENSE:
                 raise ProtocolError(f"tensor {index}: {part} is not the index of a part")
             if self._part_of.setdefault(part, index) != index or spec.parts.count(part) > 1:
                 raise ProtocolError(f"tensor {index}: part {part} already belongs to tensor {self._part_of[part]}")
         if not 0 <= spec.flags < 2 * Flag.COALESCED:
             raise ProtocolError(f"tensor {index}: unknown flags {spec.flags:#x}")
         dtype = dtype_of(spec.dtype)
-        if (dtype in QUANTIZED_DTYPES) != (kind in (Kind.QUANTIZED, Kind.QUANTIZED_CHANNELS)) and kind != Kind.META:
+        if (dtype in QUANTIZED_DTYPES) != (
+            kind in (TensorKind.QUANTIZED, TensorKind.QUANTIZED_CHANNELS)
+        ) and kind != TensorKind.META:
             raise ProtocolError(f"tensor {index}: {kind.name} of {dtype}")
         checked_size(spec.shape, dtype)
         if spec.strides and len(spec.strides) != len(spec.shape):
@@ -168,19 +170,19 @@ class Assembly:
     def _build(self, spec: TensorSpec) -> Tensor:
         parts = [self._build(self._specs[part]) for part in spec.parts]
         try:
-            tensor = self._assemble(spec, Kind(spec.kind), DTYPES[spec.dtype], parts)
+            tensor = self._assemble(spec, TensorKind(spec.kind), DTYPES[spec.dtype], parts)
         except (RuntimeError, ValueError, TypeError, ArithmeticError, IndexError) as error:
             if isinstance(error, (ProtocolError, SerializationError)):
                 raise
             reason = str(error).partition("\n")[0]
-            raise ProtocolError(f"torch refuses a received {Kind(spec.kind).name} tensor: {reason}") from error
+            raise ProtocolError(f"torch refuses a received {TensorKind(spec.kind).name} tensor: {reason}") from error
         return tensor
 
-    def _assemble(self, spec: TensorSpec, kind: Kind, dtype: torch.dtype, parts: list[Tensor]) -> Tensor:
+    def _assemble(self, spec: TensorSpec, kind: TensorKind, dtype: torch.dtype, parts: list[Tensor]) -> Tensor:
         """Put one tensor together. Torch checks what the parts of sparse tensors say about each other."""
-        if kind is Kind.NESTED:
+        if kind is TensorKind.NESTED:
             return torch.nested.as_nested_tensor(parts, dtype=dtype, device=self._device(spec.device))
-        if kind is Kind.SPARSE_COO:
+        if kind is TensorKind.SPARSE_COO:
             indices, values = parts
             coalesced = bool(spec.flags & Flag.COALESCED)
             return torch.sparse_coo_tensor(
@@ -192,7 +194,7 @@ class Assembly:
                 compressed, plain, values, spec.shape, dtype=dtype, layout=_LAYOUTS[kind], check_invariants=True
             )
         strides = spec.strides or contiguous_strides(spec.shape)
-        if kind is Kind.META:
+        if kind is TensorKind.META:
             tensor = torch.empty_strided(spec.shape, strides, dtype=dtype, device="meta")
         else:
             tensor = self._with_memory(spec, self._empty(spec, kind, dtype, parts), strides)
@@ -202,12 +204,12 @@ class Assembly:
             tensor = torch._neg_view(tensor).detach()
         return tensor
 
-    def _empty(self, spec: TensorSpec, kind: Kind, dtype: torch.dtype, parts: list[Tensor]) -> Tensor:
+    def _empty(self, spec: TensorSpec, kind: TensorKind, dtype: torch.dtype, parts: list[Tensor]) -> Tensor:
         """A tensor of the right kind, whose memory is put in its place afterwards."""
         device = self._device(spec.device)
-        if kind is Kind.DENSE:
+        if kind is TensorKind.DENSE:
             return torch.empty(0, dtype=dtype, device=device)
-        if kind is Kind.QUANTIZED:
+        if kind is TensorKind.QUANTIZED:
             scale, zero_point = spec.scalars
             return torch._empty_affine_quantized(
                 spec.shape, scale=scale, zero_point=int(zero_point), dtype=dtype, device=device

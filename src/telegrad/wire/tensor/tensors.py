@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.errors import SerializationError
-from telegrad.wire.assembly import Assembly, finish
-from telegrad.wire.on_device import describe_on_device, rebuild_on_device, simple_form
-from telegrad.wire.segments import Segment, contiguous_strides, cover_storage, segment_bytes, segment_view
-from telegrad.wire.small import PLAIN_CODES, describe_small, is_plain
-from telegrad.wire.specs import (
+from telegrad.wire.tensor.assembly import Assembly, finish
+from telegrad.wire.tensor.on_device import describe_on_device, rebuild_on_device, simple_form
+from telegrad.wire.tensor.segments import Segment, contiguous_strides, cover_storage, segment_bytes, segment_view
+from telegrad.wire.tensor.small import PLAIN_CODES, describe_small, is_plain
+from telegrad.wire.tensor.specs import (
     COMPRESSED_KINDS,
     DTYPE_CODES,
     KINDS_WITH_MEMORY,
     NO_SEGMENT,
     Flag,
-    Kind,
+    TensorKind,
     TensorSpec,
 )
 
@@ -130,31 +130,31 @@ def _take_apart(tensor: Tensor, next_index: int) -> tuple[TensorSpec, list[Tenso
     parts: list[Tensor] = []
     scalars: tuple[float, ...] = ()
     if tensor.is_nested:
-        kind, parts = Kind.NESTED, [part.contiguous() for part in data.unbind()]
+        kind, parts = TensorKind.NESTED, [part.contiguous() for part in data.unbind()]
     elif tensor.layout is torch.sparse_coo:
-        kind, parts = Kind.SPARSE_COO, [data._indices(), data._values()]
+        kind, parts = TensorKind.SPARSE_COO, [data._indices(), data._values()]
         flags |= Flag.COALESCED if data.is_coalesced() else Flag(0)
     elif tensor.layout in COMPRESSED_KINDS:
         kind = COMPRESSED_KINDS[tensor.layout]
-        by_row = kind in (Kind.SPARSE_CSR, Kind.SPARSE_BSR)
+        by_row = kind in (TensorKind.SPARSE_CSR, TensorKind.SPARSE_BSR)
         indices = (data.crow_indices, data.col_indices) if by_row else (data.ccol_indices, data.row_indices)
         parts = [indices[0](), indices[1](), data.values()]
     elif tensor.layout is not torch.strided:
         raise _unsendable(tensor, f"its layout is {tensor.layout}: convert it with to_dense() first")
     else:
-        kind = Kind.META if tensor.is_meta else Kind.DENSE
+        kind = TensorKind.META if tensor.is_meta else TensorKind.DENSE
         strides = () if tensor.stride() == contiguous_strides(tensor.shape) else tensor.stride()
         if tensor.is_conj():
             flags |= Flag.CONJ
         if tensor.is_neg():
             flags |= Flag.NEG
-        if tensor.is_quantized and kind is Kind.DENSE:
+        if tensor.is_quantized and kind is TensorKind.DENSE:
             if tensor.qscheme() == torch.per_tensor_affine:
-                kind, scalars = Kind.QUANTIZED, (tensor.q_scale(), tensor.q_zero_point())
+                kind, scalars = TensorKind.QUANTIZED, (tensor.q_scale(), tensor.q_zero_point())
             else:
-                kind, scalars = Kind.QUANTIZED_CHANNELS, (tensor.q_per_channel_axis(),)
+                kind, scalars = TensorKind.QUANTIZED_CHANNELS, (tensor.q_per_channel_axis(),)
                 parts = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    shape = () if kind is Kind.NESTED else tuple(tensor.shape)
+    shape = () if kind is TensorKind.NESTED else tuple(tensor.shape)
     device = "" if tensor.is_cpu or tensor.is_meta else str(tensor.device)
     places = tuple(range(next_index, next_index + len(parts)))
     return TensorSpec(int(kind), code, shape, strides, 0, NO_SEGMENT, int(flags), device, places, scalars), parts

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 
-class Kind(IntEnum):
+class TensorKind(IntEnum):
     """How a tensor is put together, and from which parts."""
 
     DENSE = 0  # memory, shape, strides
@@ -52,13 +52,13 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 PACKED_DTYPES = {torch.quint4x2: 2, torch.quint2x4: 4}
 QUANTIZED_DTYPES = {torch.qint8, torch.quint8, torch.qint32, *PACKED_DTYPES}
 
-COMPRESSED_KINDS: dict[Any, Kind] = {
-    torch.sparse_csr: Kind.SPARSE_CSR,
-    torch.sparse_csc: Kind.SPARSE_CSC,
-    torch.sparse_bsr: Kind.SPARSE_BSR,
-    torch.sparse_bsc: Kind.SPARSE_BSC,
+COMPRESSED_KINDS: dict[Any, TensorKind] = {
+    torch.sparse_csr: TensorKind.SPARSE_CSR,
+    torch.sparse_csc: TensorKind.SPARSE_CSC,
+    torch.sparse_bsr: TensorKind.SPARSE_BSR,
+    torch.sparse_bsc: TensorKind.SPARSE_BSC,
 }
-KINDS_WITH_MEMORY = {Kind.DENSE, Kind.QUANTIZED, Kind.QUANTIZED_CHANNELS}
+KINDS_WITH_MEMORY = {TensorKind.DENSE, TensorKind.QUANTIZED, TensorKind.QUANTIZED_CHANNELS}
 
 NO_SEGMENT = -1
 

@@ -1,4 +1,4 @@
-"""Rendezvous stores in a store in memory: what survives the loss of the store, and who opens one."""
+"""The log of members in a store in memory: what survives the loss of the store, and who opens one."""
 
 import socket
 
@@ -7,10 +7,10 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from telegrad.errors import RendezvousError
 from telegrad.ids import Incarnation, WorkerId, draw_incarnation, generation_of
-from telegrad.rpc.job import store as store_host
-from telegrad.rpc.job.job_marker import JobMarker
-from telegrad.rpc.job.member_log import MemberLog, open_store
-from telegrad.rpc.job.member_log import _encode as encode_member
+from telegrad.rpc.job.rendezvous import store as store_host
+from telegrad.rpc.job.rendezvous.job_marker import JobMarker
+from telegrad.rpc.job.rendezvous.member_log import MemberLog, open_store
+from telegrad.rpc.job.rendezvous.member_log import _encode as encode_member
 from telegrad.rpc.trust.seal import UNSEALED
 from telegrad.rpc.workers import Member
 
@@ -19,32 +19,32 @@ def record(worker_id: int, incarnation: int) -> Member:
     return Member(f"w{worker_id}", WorkerId(worker_id), Incarnation(incarnation), (), 0)
 
 
-def read(place: MemberLog) -> list[int]:
+def read(member_log: MemberLog) -> list[int]:
     ids: list[int] = []
-    place.news(lambda members: ids.extend(int(m.worker_id) for m in members))
+    member_log.news(lambda members: ids.extend(int(m.worker_id) for m in members))
     return ids
 
 
 def test_news_come_once() -> None:
-    place = MemberLog(HashStore(), JobMarker("open"))
-    place.publish(record(0, 1024))
-    place.publish(record(1, 1024))
-    assert read(place) == [0, 1]
-    assert read(place) == []
-    place.read_again()
-    assert read(place) == [0, 1]
+    member_log = MemberLog(HashStore(), JobMarker("open"))
+    member_log.publish(record(0, 1024))
+    member_log.publish(record(1, 1024))
+    assert read(member_log) == [0, 1]
+    assert read(member_log) == []
+    member_log.read_again()
+    assert read(member_log) == [0, 1]
 
 
 def test_one_who_died_while_writing_hides_nobody() -> None:
     store = HashStore()
-    place, slow = MemberLog(store, JobMarker("open")), MemberLog(store, JobMarker("open"))
+    member_log, slow = MemberLog(store, JobMarker("open")), MemberLog(store, JobMarker("open"))
     index = int(slow._open_log().add("records", 1)) - 1  # the first half of `publish`
-    place.publish(record(1, 1024))
-    assert read(place) == [1]
-    assert read(place) == []
+    member_log.publish(record(1, 1024))
+    assert read(member_log) == [1]
+    assert read(member_log) == []
     slow._open_log().set(f"record/{index}", UNSEALED.seal(encode_member(record(0, 1024))))  # it was slow, not dead
-    assert read(place) == [0]
-    assert read(place) == []
+    assert read(member_log) == [0]
+    assert read(member_log) == []
 
 
 def test_one_kind_of_job_in_a_store() -> None:
@@ -55,42 +55,42 @@ def test_one_kind_of_job_in_a_store() -> None:
 
 
 def test_a_lost_place_says_so_and_a_new_one_begins_empty() -> None:
-    place = MemberLog(HashStore(), JobMarker("open"))
-    place.publish(record(0, 1024))
-    place.lose()
-    assert read(place) == []
+    member_log = MemberLog(HashStore(), JobMarker("open"))
+    member_log.publish(record(0, 1024))
+    member_log.lose()
+    assert read(member_log) == []
     with pytest.raises(RuntimeError, match="rendezvous store has gone"):
-        place.publish(record(1, 1024))
-    place.move(HashStore(), lambda: place.publish(record(1, 1024)))
-    assert read(place) == [1]
+        member_log.publish(record(1, 1024))
+    member_log.move(HashStore(), lambda: member_log.publish(record(1, 1024)))
+    assert read(member_log) == [1]
 
 
 def test_ids_and_generations_go_on_where_the_lost_log_had_been() -> None:
     survivor, newcomer = Incarnation(7 << 10), Incarnation(9 << 10 | 3)
-    place = MemberLog(HashStore(), JobMarker("open"))
-    place.restore({WorkerId(1): survivor, WorkerId(4): newcomer})
-    place.restore({WorkerId(1): survivor})  # another survivor, which knows less
-    assert place.next_id() == 5
-    assert [place.next_generation(1), place.next_generation(4), place.next_generation(0)] == [1, 4, 0]
-    assert [place.next_generation(1), place.next_generation(4)] == [2, 5]
+    member_log = MemberLog(HashStore(), JobMarker("open"))
+    member_log.restore({WorkerId(1): survivor, WorkerId(4): newcomer})
+    member_log.restore({WorkerId(1): survivor})  # another survivor, which knows less
+    assert member_log.next_id() == 5
+    assert [member_log.next_generation(1), member_log.next_generation(4), member_log.next_generation(0)] == [1, 4, 0]
+    assert [member_log.next_generation(1), member_log.next_generation(4)] == [2, 5]
 
 
 def test_one_that_thought_itself_the_first_learns_better() -> None:
-    place = MemberLog(HashStore(), JobMarker("static"))
-    mine = draw_incarnation(place.next_generation(0))
-    assert not place.is_outdated(0, mine)
-    place.restore({WorkerId(0): draw_incarnation(0), WorkerId(1): draw_incarnation(0)})
-    assert place.is_outdated(0, mine)
-    mine = draw_incarnation(place.next_generation(0))
+    member_log = MemberLog(HashStore(), JobMarker("static"))
+    mine = draw_incarnation(member_log.next_generation(0))
+    assert not member_log.is_outdated(0, mine)
+    member_log.restore({WorkerId(0): draw_incarnation(0), WorkerId(1): draw_incarnation(0)})
+    assert member_log.is_outdated(0, mine)
+    mine = draw_incarnation(member_log.next_generation(0))
     assert generation_of(mine) == 1
-    assert not place.is_outdated(0, mine)
+    assert not member_log.is_outdated(0, mine)
 
 
 def test_a_place_that_was_joined_before_it_moved_is_not_outdated() -> None:
-    place = MemberLog(HashStore(), JobMarker("static"))
-    mine = draw_incarnation(place.next_generation(0))
-    place.restore({WorkerId(0): mine})
-    assert not place.is_outdated(0, mine)
+    member_log = MemberLog(HashStore(), JobMarker("static"))
+    mine = draw_incarnation(member_log.next_generation(0))
+    member_log.restore({WorkerId(0): mine})
+    assert not member_log.is_outdated(0, mine)
 
 
 # --- where a TCP store is, and who opens it ---
@@ -104,7 +104,7 @@ def port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("method", "place"),
+    ("method", "member_log"),
     [
         ("tcp://host:12", ("host", 12)),
         ("tcp://[::1]:12", ("::1", 12)),
@@ -114,10 +114,10 @@ def port() -> int:
         ("file:///path", None),
     ],
 )
-def test_where_a_store_is(method: str, place: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_store_is(method: str, member_log: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "there")
     monkeypatch.setenv("MASTER_PORT", "99")
-    assert store_host.place_in(method) == place
+    assert store_host.endpoint_in(method) == member_log
 
 
 def test_the_launchers_store_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,29 +130,29 @@ def test_the_launchers_store_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_second_to_open_joins_the_first(port: int, capfd: pytest.CaptureFixture[str]) -> None:
-    place = ("127.0.0.1", port)
-    first = store_host.attempt(place, opens=True, seconds=5)
-    second = store_host.attempt(place, opens=True, seconds=5)
+    endpoint = ("127.0.0.1", port)
+    first = store_host.attempt(endpoint, opens=True, seconds=5)
+    second = store_host.attempt(endpoint, opens=True, seconds=5)
     first.set("a", "b")
     assert second.get("a") == b"b"
-    assert store_host.place_of(second) == place
-    with store_host.watch(place) as watch, store_host.watch_store(second, place) as beacon:
+    assert store_host.worker_endpoint_of(second) == endpoint
+    with store_host.connect_silent(endpoint) as silent, store_host.connect_monitor(second, endpoint) as beacon:
         assert beacon.getpeername()[1] != port
         del first
-        watch.settimeout(5)
-        assert watch.recv(1) == b""
+        silent.settimeout(5)
+        assert silent.recv(1) == b""
         beacon.settimeout(5)
         with pytest.raises(ConnectionResetError):
             beacon.recv(1)
     with pytest.raises(ConnectionRefusedError):
-        store_host.attempt(place, opens=False, seconds=5)
+        store_host.attempt(endpoint, opens=False, seconds=5)
     assert capfd.readouterr().err == ""
 
 
-def test_a_store_without_a_beacon_is_watched_itself(port: int) -> None:
+def test_a_store_without_a_beacon_is_monitored_itself(port: int) -> None:
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    with store_host.watch_store(store, ("127.0.0.1", port)) as watch:
-        assert watch.getpeername()[1] == port
+    with store_host.connect_monitor(store, ("127.0.0.1", port)) as silent:
+        assert silent.getpeername()[1] == port
 
 
 def test_an_address_of_another_machine_is_not_taken() -> None:

@@ -19,7 +19,7 @@ def install() -> None:
     if _DYNAMO in sys.modules:
         _pass_over()
     else:
-        sys.meta_path.insert(0, _Watcher())
+        sys.meta_path.insert(0, _DynamoImport())
 
 
 def _pass_over() -> None:
@@ -28,7 +28,7 @@ def _pass_over() -> None:
     trace_rules.add("telegrad")
 
 
-class _Watcher(importlib.abc.MetaPathFinder):
+class _DynamoImport(importlib.abc.MetaPathFinder):
     """Finds nothing itself. When Dynamo is asked for, it leaves, and sees to it that what is found is told."""
 
     def find_spec(

@@ -1,4 +1,4 @@
-"""A TCP store of torch's lives in the process of one worker and ends with it. Here it is opened, joined and watched.
+"""A TCP store of torch's lives in the process of one worker and ends with it. Here it is opened, joined and monitored.
 
 Whoever may open it tries to take the port: one gets it, the others connect (`store_client.py`). A bare connection
 beside that one tells when the store has ended, which a client that is not being used would not notice.
@@ -24,8 +24,8 @@ from urllib.parse import urlparse
 from torch._C._distributed_c10d import FileStore, TCPStore
 
 from telegrad.errors import RendezvousError
-from telegrad.rpc.job.port_holder import listens_in_this_process, who_listens
-from telegrad.rpc.job.store_client import NotAStore, StoreClient
+from telegrad.rpc.job.rendezvous.port_holder import listens_in_this_process, who_listens
+from telegrad.rpc.job.rendezvous.store_client import NotAStore, StoreClient
 from telegrad.transport.addresses import is_loopback
 
 log = logging.getLogger("telegrad.rpc")
@@ -38,45 +38,45 @@ _BYTE_ORDER = -1 if sys.byteorder == "little" else 1
 _BEACON = "telegrad/beacon"
 _BEACON_LOOKS = 50
 
-Place = tuple[str, int]  # host and port
+Endpoint = tuple[str, int]  # host and port
 
 
-def place_in(init_method: str) -> Place | None:
+def endpoint_in(init_method: str) -> Endpoint | None:
     """Where a store is to be found by `init_method`; None if it is not of that kind, or not in its plain form."""
     url = urlparse(init_method)
     if url.query:
         return None
     if url.scheme == "tcp" and url.hostname and url.port:
         return url.hostname, url.port
-    return _place_in_environment() if url.scheme == "env" else None
+    return _endpoint_in_environment() if url.scheme == "env" else None
 
 
-def _place_in_environment() -> Place | None:
+def _endpoint_in_environment() -> Endpoint | None:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     return (host, int(port)) if host and port.isdecimal() else None
 
 
-def is_launchers(place: Place) -> bool:
+def is_launchers(endpoint: Endpoint) -> bool:
     """Whether the store there is the launcher's, by torch's own sign for it: no worker opens it, and it stays."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place == _place_in_environment()
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and endpoint == _endpoint_in_environment()
 
 
-def place_of(store: Any) -> Place | None:
+def worker_endpoint_of(store: Any) -> Endpoint | None:
     """Where a store is, if it is one that ends with a worker."""
-    place = address_of(store)
-    return None if place is None or is_launchers(place) else place
+    endpoint = endpoint_of(store)
+    return None if endpoint is None or is_launchers(endpoint) else endpoint
 
 
-def address_of(store: Any) -> Place | None:
+def endpoint_of(store: Any) -> Endpoint | None:
     """Where a store is, if it is reached over the network."""
     return (store.host, store.port) if isinstance(store, TCPStore | StoreClient) else None
 
 
 def describe(store: Any) -> str:
     """A store in words."""
-    place = address_of(store)
-    if place is not None:
-        return f"{place[0]}:{place[1]}"
+    endpoint = endpoint_of(store)
+    if endpoint is not None:
+        return f"{endpoint[0]}:{endpoint[1]}"
     return (
         str(getattr(store, "path", "a file")) if isinstance(store, FileStore) else f"the given {type(store).__name__}"
     )
@@ -93,47 +93,47 @@ def may_begin(store: Any) -> bool:
 def namespace(store: Any) -> str:
     """The part of a store that belongs to this job. A launcher's store outlives its workers: torchrun starts all of
     them again after a failure, and in another number when nodes come or go, and none of those before counts."""
-    place = address_of(store)
-    if place is None or not is_launchers(place):
+    endpoint = endpoint_of(store)
+    if endpoint is None or not is_launchers(endpoint):
         return "telegrad"
     attempt, size = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE"))
     return f"telegrad/attempt {attempt} of {size}"
 
 
-def open_or_join(place: Place, *, opens: bool, seconds: float) -> Any:
-    """The store at `place`, opened here if `opens` and nobody else was quicker. TimeoutError at the deadline."""
+def open_or_join(endpoint: Endpoint, *, opens: bool, seconds: float) -> Any:
+    """The store at `endpoint`, opened here if `opens` and nobody else was quicker. TimeoutError at the deadline."""
     began = time.monotonic()
     pause, next_notice = _FIRST_PAUSE, began + _FIRST_NOTICE
     while True:
         now = time.monotonic()
         left = began + seconds - now
         try:
-            return attempt(place, opens=opens, seconds=max(left, 1e-3))
+            return attempt(endpoint, opens=opens, seconds=max(left, 1e-3))
         except NotAStore as error:
             # It may be a store that is only about to be opened, but not for whoever would open it.
             if opens or left <= 0 or not error.is_silent:
-                raise _held(place, error) from error
+                raise _held(endpoint, error) from error
         except OSError as error:
             if left <= 0:
-                raise TimeoutError(f"{place[0]}:{place[1]}: {error}") from error
+                raise TimeoutError(f"{endpoint[0]}:{endpoint[1]}: {error}") from error
         if now >= next_notice:
-            log.warning("waiting for the rendezvous store at %s:%d since %.0f s", *place, now - began)
+            log.warning("waiting for the rendezvous store at %s:%d since %.0f s", *endpoint, now - began)
             next_notice = now + (now - began)
         time.sleep(min(pause, max(left, 0.0)))
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _held(place: Place, error: NotAStore) -> RendezvousError:
-    holder = who_listens(place[1]) if is_here(place[0]) else None
+def _held(endpoint: Endpoint, error: NotAStore) -> RendezvousError:
+    holder = who_listens(endpoint[1]) if is_here(endpoint[0]) else None
     by = "another program" if holder is None else holder
-    return RendezvousError(f"port {place[1]} of {place[0]} is held by {by}: {error}. Give this job another port")
+    return RendezvousError(f"port {endpoint[1]} of {endpoint[0]} is held by {by}: {error}. Give this job another port")
 
 
-def attempt(place: Place, *, opens: bool, seconds: float) -> Any:
-    """The store at `place`, opened or joined now. OSError if there is none, and none can be opened here."""
-    host, port = place
+def attempt(endpoint: Endpoint, *, opens: bool, seconds: float) -> Any:
+    """The store at `endpoint`, opened or joined now. OSError if there is none, and none can be opened here."""
+    host, port = endpoint
     if opens:
-        taken = _take(place)
+        taken = _take(endpoint)
         if taken is not None:
             # Shared with whatever else of torch's wants a store at this port in this process.
             store = TCPStore(
@@ -147,23 +147,23 @@ def attempt(place: Place, *, opens: bool, seconds: float) -> Any:
             )
             _light_beacon(store, host)
             return store
-    _check_holder(place)
+    _check_holder(endpoint)
     return StoreClient(host, port, connect_seconds=min(seconds, _CONNECT_SECONDS), timeout=seconds)
 
 
-def _take(place: Place) -> socket.socket | None:
-    """A socket that listens at `place`; None if another does."""
+def _take(endpoint: Endpoint) -> socket.socket | None:
+    """A socket that listens at `endpoint`; None if another does."""
     try:
-        return _listener(place)
+        return _listener(endpoint)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
         raise
 
 
-def _listener(place: Place) -> socket.socket:
+def _listener(endpoint: Endpoint) -> socket.socket:
     """A socket that listens at the address it was given, and at no other."""
-    host, port = place
+    host, port = endpoint
     found = _addresses(host)
     if not is_loopback(host) and all(is_loopback(address) for _, address in found):
         # The name of this machine, in its own hosts file; others know it by another address.
@@ -200,9 +200,9 @@ def _listening() -> Iterator[tuple[bytes, int, int]]:
                 yield network, int(port, 16), int(uid)
 
 
-def _check_holder(place: Place) -> None:
+def _check_holder(endpoint: Endpoint) -> None:
     """Raise unless the store on this machine is one of this user's, or of root: a stranger may have been first."""
-    host, port = place
+    host, port = endpoint
     meant = {socket.inet_pton(family, address) for family, address in _addresses(host)}
     users = {uid for address, at, uid in _listening() if at == port and (address in meant or not any(address))}
     strangers = users - {os.getuid(), 0}
@@ -219,27 +219,27 @@ def _light_beacon(store: TCPStore, host: str) -> None:
     store.set(_BEACON, str(beacon.getsockname()[1]))
 
 
-def watch_store(store: Any, place: Place) -> socket.socket:
-    """A connection that ends when the store at `place` does."""
+def connect_monitor(store: Any, endpoint: Endpoint) -> socket.socket:
+    """A connection that ends when the store at `endpoint` does."""
     for _ in range(_BEACON_LOOKS):  # whoever opened the store is about to say where
         if store.check([_BEACON]):
             try:
-                return watch((place[0], int(store.get(_BEACON))))
+                return connect_silent((endpoint[0], int(store.get(_BEACON))))
             except OSError:
                 break  # between hosts there may be a wall that lets only the store's own port through
         time.sleep(_FIRST_PAUSE)
-    return watch(place)
+    return connect_silent(endpoint)
 
 
-def watch(place: Place, seconds: float = _CONNECT_SECONDS) -> socket.socket:
-    """A connection to whoever listens at `place`. Nothing is said over it; it ends when the listener does."""
-    return socket.create_connection(place, seconds)
+def connect_silent(endpoint: Endpoint, seconds: float = _CONNECT_SECONDS) -> socket.socket:
+    """A connection to whoever listens at `endpoint`. Nothing is said over it; it ends when the listener does."""
+    return socket.create_connection(endpoint, seconds)
 
 
-def endures(place: Place, seconds: float) -> bool:
-    """Whether somebody listens at `place`, and still does a moment later."""
+def endures(endpoint: Endpoint, seconds: float) -> bool:
+    """Whether somebody listens at `endpoint`, and still does a moment later."""
     try:
-        with watch(place) as sock:
+        with connect_silent(endpoint) as sock:
             sock.settimeout(seconds)
             sock.recv(1)
     except TimeoutError:

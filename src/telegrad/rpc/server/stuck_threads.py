@@ -17,7 +17,7 @@ _QUIET_LOOKS = 25  # looks without activity after which it rests
 _STUCK_LOOKS = 10  # looks without progress after which there is one more thread
 
 
-class ThreadWatch:
+class StuckThreads:
     """The timer's look at the sessions of one agent, while any is being served."""
 
     def __init__(self, runtime: Runtime, sessions: Callable[[], list[Session]]) -> None:

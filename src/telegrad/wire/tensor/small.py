@@ -12,8 +12,8 @@ from torch import Tensor, frombuffer
 from torch.nn import Parameter
 
 from telegrad.errors import ProtocolError
-from telegrad.wire.assembly import checked_size, dtype_of, finish
-from telegrad.wire.specs import DTYPE_CODES, NO_SEGMENT, QUANTIZED_DTYPES, Flag, TensorSpec
+from telegrad.wire.tensor.assembly import checked_size, dtype_of, finish
+from telegrad.wire.tensor.specs import DTYPE_CODES, NO_SEGMENT, QUANTIZED_DTYPES, Flag, TensorSpec
 
 MOST_BYTES = 16 * 1024  # of all tensors of one message
 

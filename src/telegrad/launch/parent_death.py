@@ -1,7 +1,7 @@
 """Binds this process to the life of the one that started it, then becomes the command it was given.
 
-Run as a file, by a bare interpreter, so it imports nothing of Telegrad: `python -I -S leash.py PARENT COMMAND...`. The
-kernel ends a process on such a leash when its parent ends, however that happens. The leash survives `exec`.
+Run as a file, by a bare interpreter, so it imports nothing of Telegrad: `python -I -S parent_death.py PARENT
+COMMAND...`. The kernel then kills it when its parent ends, however that happens. This setting survives `exec`.
 """
 
 import os
@@ -12,12 +12,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Put the leash on and run the command in place of this program."""
+    """Ask for the parent-death signal and become the command."""
     if sys.platform == "linux":
         import ctypes  # noqa: PLC0415 - only where it is needed: it is half of what this program costs
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the leash was on
+    if os.getppid() != parent:  # it ended before the signal was asked for
         sys.exit(1)
     os.execv(command[0], command)
 

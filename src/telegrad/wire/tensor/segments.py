@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from telegrad.cuda import order
-from telegrad.wire.specs import PACKED_DTYPES
+from telegrad.wire.tensor.specs import PACKED_DTYPES
 
 # A range may hold this many times the bytes its tensors cover before copying them out becomes the cheaper way.
 _WASTE_LIMIT = 2
@@ -58,7 +58,7 @@ def segment_bytes(segment: Segment) -> bytes:
     return ctypes.string_at(segment.address, segment.nbytes)
 
 
-class Placement(NamedTuple):
+class Location(NamedTuple):
     """Where in its segment one tensor lies: `offset` and `strides` count elements."""
 
     position: int
@@ -98,7 +98,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def cover_storage(tensors: Sequence[Tensor]) -> Iterator[tuple[Segment, list[Placement]]]:
+def cover_storage(tensors: Sequence[Tensor]) -> Iterator[tuple[Segment, list[Location]]]:
     """Choose the segments for tensors that all have elements and all lie in one storage, on any device but meta."""
     extents = sorted((_extent(position, tensor) for position, tensor in enumerate(tensors)), key=lambda e: e.low)
     if _is_dense_enough(extents):
@@ -177,13 +177,13 @@ def _visits_once(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _shared(extents: Sequence[_Extent]) -> tuple[Segment, list[Placement]]:
+def _shared(extents: Sequence[_Extent]) -> tuple[Segment, list[Location]]:
     """One segment over all of them, aligned so that each tensor starts at a whole element of its own dtype."""
     first = extents[0].tensor
     low = extents[0].low
     low -= low % max(e.tensor.itemsize for e in extents)
     high = max(e.high for e in extents)
-    placements = [Placement(e.position, (e.low - low) // e.tensor.itemsize, e.tensor.stride()) for e in extents]
+    placements = [Location(e.position, (e.low - low) // e.tensor.itemsize, e.tensor.stride()) for e in extents]
     storage = first.untyped_storage()
     if first.is_cpu:
         return Segment(storage.data_ptr() + low, high - low, storage), placements
@@ -196,7 +196,7 @@ def _shared(extents: Sequence[_Extent]) -> tuple[Segment, list[Placement]]:
     return Segment(on_host.data_ptr(), on_host.nbytes, on_host), placements
 
 
-def _alone(extent: _Extent) -> tuple[Segment, list[Placement]]:
+def _alone(extent: _Extent) -> tuple[Segment, list[Location]]:
     """The tensor's own range, or a compact copy of it where that range holds mostly other bytes."""
     shape, strides = _without_repeats(extent.tensor)
     if _is_dense_enough([extent]) or not _visits_once(shape, strides):
@@ -207,4 +207,4 @@ def _alone(extent: _Extent) -> tuple[Segment, list[Placement]]:
     compact = bits.clone()
     placed = tuple(new if old else 0 for new, old in zip(compact.stride(), strides, strict=True))
     segment, _ = _shared([_extent(0, compact)])
-    return segment, [Placement(extent.position, 0, placed)]
+    return segment, [Location(extent.position, 0, placed)]

@@ -7,7 +7,7 @@ it.
 import msgspec
 
 from telegrad.ids import ForkId, PeerId, RRefId, maker_of
-from telegrad.rref.actions import (
+from telegrad.rref.ledger.actions import (
     Action,
     Actions,
     MarkLost,
@@ -17,7 +17,7 @@ from telegrad.rref.actions import (
     SendFlushed,
     SendForkRequest,
 )
-from telegrad.rref.lifetime import Leak
+from telegrad.rref.ledger.lifetime import Leak
 
 
 class _Used(msgspec.Struct):

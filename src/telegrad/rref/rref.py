@@ -15,7 +15,7 @@ from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
 from telegrad.rref.handles import Handle, OwnerHandle, create, hold
-from telegrad.rref.references import references_of
+from telegrad.rref.rref_context import rrefs_of
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -49,7 +49,7 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
             raise RRefError("type_hint should only be specified when the RRef being created contains a ScriptModule.")
-        self._handle = hold(references_of(require_agent()), value)
+        self._handle = hold(rrefs_of(require_agent()), value)
 
     @classmethod
     def _of(cls, handle: Handle) -> "RRef[T]":
@@ -103,7 +103,7 @@ class RRef(Generic[T]):
         if not isinstance(handle, OwnerHandle):
             text = repr(handle).replace("RRefId = ", "rref_id=").replace("ForkId = ", "fork_id=")
             raise RRefError(
-                f"For {text}, can't call localValue() on user {handle.references.agent.info}. "
+                f"For {text}, can't call localValue() on user {handle.rrefs.agent.info}. "
                 f"Call it on owner {self.owner()}"
             )
         handle.check_usable("local_value() on it")
@@ -153,7 +153,7 @@ class RRef(Generic[T]):
                 raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
             self._root().backward(retain_graph=retain_graph or None, create_graph=create_graph)
             return
-        runner = self._handle.references.agent.find_layer(BackwardRunner)
+        runner = self._handle.rrefs.agent.find_layer(BackwardRunner)
         if runner is None:
             raise RRefError("a backward pass over workers needs telegrad.engine, which is not installed on this agent")
         if self.is_owner():
@@ -245,4 +245,4 @@ def remote(
     """
     check_call(func, args, kwargs)
     agent = require_agent()
-    return RRef._of(create(references_of(agent), agent.find(to), func, args, kwargs, as_timeout(timeout)))
+    return RRef._of(create(rrefs_of(agent), agent.find(to), func, args, kwargs, as_timeout(timeout)))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from telegrad.wire.segments import Segment
+from telegrad.wire.tensor.segments import Segment
 
 WORTHWHILE = 32 * 1024  # bytes of one tensor; looking costs as much as copying fewer
 

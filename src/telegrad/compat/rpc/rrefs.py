@@ -6,7 +6,7 @@ from typing import Any
 from telegrad.errors import RRefError
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
-from telegrad.rref import RRef, debug_info, references_of
+from telegrad.rref import RRef, debug_info, rrefs_of
 from telegrad.rref.closing import leak_report
 
 __all__ = ["PyRRef", "RRef"]
@@ -16,17 +16,17 @@ PyRRef = RRef
 
 def _rref_context_get_debug_info() -> dict[str, str]:
     """References of this worker, counted."""
-    return debug_info(references_of(require_agent()))
+    return debug_info(rrefs_of(require_agent()))
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta = timedelta(seconds=100)) -> None:
     """Let go of every reference to another worker's value; all workers must have come to their shutdown."""
-    references_of(require_agent()).before_shutdown()
+    rrefs_of(require_agent()).before_shutdown()
 
 
 def _destroy_rref_context(ignore_rref_leak: bool) -> None:
     """References end here. Raises if values are still named by others, unless that is to be ignored."""
-    report = leak_report(references_of(require_agent()))
+    report = leak_report(rrefs_of(require_agent()))
     if report and not ignore_rref_leak:
         raise RRefError(report)
 

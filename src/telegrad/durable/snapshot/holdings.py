@@ -7,7 +7,7 @@ from a part of the run, that was given up: it is refused, so that whatever was u
 
 from typing import Generic, TypeVar
 
-from telegrad.durable.snapshots import Report, Snapshot
+from telegrad.durable.snapshot.names import Report, Snapshot
 from telegrad.errors import RunSuperseded
 
 State = TypeVar("State")

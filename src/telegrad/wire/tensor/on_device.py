@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.cuda import order
-from telegrad.wire.assembly import checked_size, dtype_of, finish
-from telegrad.wire.segments import Segment, element_span
-from telegrad.wire.small import PLAIN_CODES
-from telegrad.wire.specs import QUANTIZED_DTYPES, Flag, TensorSpec
+from telegrad.wire.tensor.assembly import checked_size, dtype_of, finish
+from telegrad.wire.tensor.segments import Segment, element_span
+from telegrad.wire.tensor.small import PLAIN_CODES
+from telegrad.wire.tensor.specs import QUANTIZED_DTYPES, Flag, TensorSpec
 
 # Plain ints: arithmetic on enums costs a microsecond.
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from telegrad.ids import ForkId, PeerId, RRefId, maker_of
-from telegrad.rref.actions import (
+from telegrad.rref.ledger.actions import (
     Action,
     Actions,
     FailValue,
@@ -20,7 +20,7 @@ from telegrad.rref.actions import (
     SendChildAccept,
     SendFlush,
 )
-from telegrad.rref.lifetime import Leak
+from telegrad.rref.ledger.lifetime import Leak
 
 
 class _Owned(msgspec.Struct):

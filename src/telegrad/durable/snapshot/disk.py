@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from telegrad.durable.copies import find_unplain
-from telegrad.durable.snapshots import Snapshot
+from telegrad.durable.snapshot.copies import find_unplain
+from telegrad.durable.snapshot.names import Snapshot
 from telegrad.errors import DurableError
 
 _WHOLE = "whole.json"
