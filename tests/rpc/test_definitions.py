@@ -23,12 +23,12 @@ METADATA = AutogradMetadata(ContextId(1), MessageId(2))
 
 # The first call of a function, in each of the ways it can come.
 FIRST: dict[str, AnyMessage] = {
-    "call": PythonCall(7, ADD, 0.0),
-    "remote": PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0),
-    "call in a context": RpcWithAutograd(METADATA, PythonCall(7, ADD, 0.0), False),
-    "remote in a context": RpcWithAutograd(METADATA, PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0), False),
+    "call": PythonCall(7, ADD),
+    "remote": PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD),
+    "call in a context": RpcWithAutograd(METADATA, PythonCall(7, ADD), False),
+    "remote in a context": RpcWithAutograd(METADATA, PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD), False),
 }
-NEXT = PythonCall(7, b"", 0.0)
+NEXT = PythonCall(7, b"")
 
 
 class Quiet:

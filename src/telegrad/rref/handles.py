@@ -126,7 +126,7 @@ class UserHandle:
         slot = start_request(
             agent,
             agent.link(self.owner),
-            RRefFetch(self.rref_id, timeout),
+            RRefFetch(self.rref_id),
             timeout=timeout,
             what=lambda: f"to_here() of {self} on worker {self.owner.name!r}",
         )
