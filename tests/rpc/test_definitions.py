@@ -3,7 +3,6 @@
 import operator
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,7 @@ from telegrad.rpc.workers import Member
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import Frame, FrameKind
 from telegrad.wire.messages import AnyMessage, AutogradMetadata, PythonCall, PythonRemoteCall, RpcWithAutograd
-from tests.rpc.quiet import Events, quiet_runtime, serve_with
+from tests.rpc.quiet import Events, QuietCopier, QuietStream, quiet_runtime, serve_with
 
 CALLER = Member("caller", WorkerId(0), Incarnation(1), (), 0)
 ADD = pack(operator.add).payload
@@ -36,8 +35,8 @@ class Quiet:
 
     def __init__(self, *messages: AnyMessage) -> None:
         self._frames = [Frame(FrameKind.REQUEST, i + 1, 0, m, (), (), b"", None, 0) for i, m in enumerate(messages)]
-        self.stream = SimpleNamespace(fileno=lambda: 0, readable=lambda _: bool(self._frames))
-        self.copier = SimpleNamespace()
+        self.stream = QuietStream(0, lambda: bool(self._frames))
+        self.copier = QuietCopier()
 
     def receive(self) -> list[Frame]:
         frames, self._frames = self._frames, []

@@ -109,6 +109,11 @@ class Link:
         """Whether a thread is making a connection, or giving one up."""
         return self._dial_lock.locked()
 
+    @property
+    def kept_notices(self) -> int:
+        """How many notices would be sent again over a new connection: whether one arrived, nobody says."""
+        return len(self._notices)
+
     # --- sending ---
 
     def connection(self, deadline: float = FOREVER) -> Connection:
