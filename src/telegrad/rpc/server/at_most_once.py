@@ -45,7 +45,7 @@ class AtMostOnce:
 
     def check(self) -> None:
         """Raise ProtocolError if the caller lets replies pile up. One of ours says what it has after 256 of them."""
-        if len(self.replies) > MOST_KEPT or self._forgotten.count > MOST_KEPT:
+        if len(self.replies) > MOST_KEPT or (self._has_forgotten and self._forgotten.count > MOST_KEPT):
             raise ProtocolError(f"it has not acknowledged {len(self.replies)} replies; no more are kept for it")
 
     def take(self, request_id: int, kind: type) -> Reply | None:
