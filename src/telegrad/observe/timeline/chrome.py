@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from telegrad.observe.timeline.clocks import Bounds, Offset, Ping, align, tighten
 from telegrad.observe.timeline.events import AnyEvent, Call, Mark, Served, Span
+from telegrad.observe.timeline.kernels import Kernel
 
 _NAMES = {"PropagateGradients": "gradients", "BeginPass": "begin pass"}
 _PASS = _NAMES.keys()
@@ -183,6 +184,10 @@ def _write(
         args = _with_parent(event.details, event.parent, calls)
         tid = writer.thread(track, event.thread)
         writer.slice(track, tid, event.name, event.category, event.since, event.end, args)
+    elif isinstance(event, Kernel):
+        tid = writer.beside(track, f"GPU {event.device}, stream {event.stream}", event.since, event.end)
+        args = {"device": event.device, "stream": event.stream}
+        writer.slice(track, tid, event.name, "kernel", event.since, event.end, args)
     elif isinstance(event, Call):
         _write_call(writer, track, event, calls, served)
     else:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from telegrad import trace
+from telegrad.observe.timeline.kernels import Kernel
 from telegrad.wire.messages import Observe, PropagateGradients, RpcWithAutograd, RpcWithProfiling
 
 _NOT_SHOWN = {Observe}
@@ -72,7 +73,7 @@ class Mark(msgspec.Struct, array_like=True, tag="m"):
     details: dict[str, Any]
 
 
-AnyEvent = Call | Served | Span | Mark
+AnyEvent = Call | Served | Span | Mark | Kernel
 
 
 class Batch(msgspec.Struct, array_like=True):

@@ -222,7 +222,8 @@ class Session:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             if served.counts_as_work:
                 self._runtime.calls_served += 1
-            if order.active and served.counts_as_work:
+            if order.active and served.counts_as_work and not request.on_lane:
+                request.on_lane = True  # once: a layer unwraps and serves on
                 order.run(served.handler, request, request.frame.arrived)
             else:
                 served.handler(request)
