@@ -330,6 +330,7 @@ SCENARIOS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # it takes seconds, but a machine may be busy
 @pytest.mark.parametrize("given", SCENARIOS.values(), ids=SCENARIOS)
 def test_every_order(given: dict[str, Any]) -> None:
     def run(chance: Chance) -> None:

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from telegrad.errors import ProtocolError, SerializationError
-from telegrad.wire import codec
 from telegrad.wire.codec import Packed, pack, unpack
-from telegrad.wire.pickling import pickler, unpickler
+from telegrad.wire.pickling import unpickler
 from telegrad.wire.pickling.pickler import register_reducer
 from telegrad.wire.tensor.tensors import describe, rebuild, segment_bytes
 
@@ -39,6 +38,10 @@ def trip(value: Any, **options: Any) -> Any:
 
 def is_pickled(value: Any) -> bool:
     return pack(value).payload[0] in (unpickler.PICKLE, unpickler.PICKLE_AND_BUFFERS)
+
+
+# The forms of what is not pickled, as the first byte of a payload says.
+TENSOR, FLAT_CALL, FLAT_TUPLE = (pack(value).payload[0] for value in (torch.ones(1), ((1,), {}), (1,)))
 
 
 # What is not pickled.
@@ -372,12 +375,16 @@ def resolve(key: int) -> str:
     return f"reference {key}"
 
 
-def test_registered_reducers_hold_for_subclasses_and_both_picklers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickler, "_reducers", {})
-    monkeypatch.setattr(pickler, "_special", pickler._special)
-    register_reducer(Reference, lambda reference: (resolve, (reference.key,)))
+def test_registered_reducers_hold_for_subclasses_and_both_picklers_until_they_are_undone() -> None:
+    undo = register_reducer(Reference, lambda reference: (resolve, (reference.key,)))
     assert trip([Reference(1), SpecialReference(2)]) == ["reference 1", "reference 2"]
     assert trip([Reference(1), lambda: 0])[0] == "reference 1"
+    undo_other = register_reducer(Reference, lambda reference: (resolve, (-reference.key,)))
+    assert trip([Reference(1)]) == ["reference -1"]
+    undo_other()
+    assert trip([Reference(1)]) == ["reference 1"]
+    undo()
+    assert trip(Reference(1)).key == 1
 
 
 def test_names_can_be_resolved_by_the_caller() -> None:
@@ -461,14 +468,14 @@ def test_objects_that_fail_to_wake_say_why() -> None:
     [
         (b"", 0),
         (b"\xff", 0),
-        (bytes([codec._TENSOR]), 0),
-        (bytes([codec._TENSOR]), 2),
-        (bytes([codec._FLAT_CALL]), 0),
-        (bytes([codec._FLAT_CALL, 1, 2]), 1),
-        (bytes([codec._FLAT_TUPLE, 1, 0]), 1),
-        (bytes([codec._FLAT_TUPLE, 1, 0]) + pickle.dumps([1]), 0),
-        (bytes([codec._FLAT_TUPLE, 2, 0, 0]) + msgspec.msgpack.encode([1]), 0),
-        (bytes([codec._FLAT_TUPLE, 1, 0]) + msgspec.msgpack.encode(5), 0),
+        (bytes([TENSOR]), 0),
+        (bytes([TENSOR]), 2),
+        (bytes([FLAT_CALL]), 0),
+        (bytes([FLAT_CALL, 1, 2]), 1),
+        (bytes([FLAT_TUPLE, 1, 0]), 1),
+        (bytes([FLAT_TUPLE, 1, 0]) + pickle.dumps([1]), 0),
+        (bytes([FLAT_TUPLE, 2, 0, 0]) + msgspec.msgpack.encode([1]), 0),
+        (bytes([FLAT_TUPLE, 1, 0]) + msgspec.msgpack.encode(5), 0),
         (bytes([unpickler.PICKLE_AND_BUFFERS]), 1),
         (bytes([unpickler.PICKLE_AND_BUFFERS, 9, 0, 0, 0]), 1),
         (bytes([unpickler.PICKLE_AND_BUFFERS, 1, 0, 0, 0]), 1),
@@ -481,7 +488,7 @@ def test_bad_payloads_are_refused(payload: bytes, tensors: int) -> None:
         unpack(payload, [torch.ones(1)] * tensors)
 
 
-@given(st.binary(max_size=40), st.integers(0, 2), st.sampled_from([codec._FLAT_CALL, codec._FLAT_TUPLE]))
+@given(st.binary(max_size=40), st.integers(0, 2), st.sampled_from([FLAT_CALL, FLAT_TUPLE]))
 def test_random_flat_payloads_are_read_or_refused(data: bytes, count: int, form: int) -> None:
     try:
         unpack(bytes([form]) + data, [torch.ones(1)] * count)
