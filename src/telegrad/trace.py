@@ -5,7 +5,7 @@ once: `if trace.recorder is not None: trace.recorder.answered(slot)`. What is re
 times of other workers and statistics are worked out later, off the path of a call (`telegrad.observe`).
 
     ("call",  parent, since, end, thread, worker id, link, request id, what, message, bytes, tensors, ok,
-              waited for in person)
+              waited for by a thread)
     ("serve", arrived, begun, returned, end, thread, caller's incarnation, link, request id, message, bytes, tensors,
               ok)
     ("span",  parent, since, end, thread, name, category, {details})

@@ -258,7 +258,7 @@ def test_an_end_without_a_word(two: dict[str, Agent]) -> None:
 
 
 def test_the_last_answers_of_a_burst_are_delivered(two: dict[str, Agent]) -> None:
-    """An answer that waits in its connection for company counts as given, and must leave before the goodbye."""
+    """An answer that waits in its connection for others counts as given, and must leave before the goodbye."""
     call("a", "b", count, "warm")
     (session,) = [s for s in agents["b"].peers.sessions() if s.member.name == "a"]
     connection = session.connection

@@ -270,7 +270,7 @@ def test_some_go_back_and_others_are_copied() -> None:
 
 
 def test_what_goes_back_is_named_before_it_is_released() -> None:
-    """A reply that waits for company is written after others; the word that its block is free must not overtake it."""
+    """A reply that waits for others is written after others; the word that its block is free must not overtake it."""
     a, b = make_pair()
     with closing(a), closing(b):
         send_tensor(a, torch.ones(100_000))

@@ -63,4 +63,4 @@ def _answer(agent: Agent, slot: Slot) -> bytes:
 
 
 def _nothing(_: Any) -> None:
-    """Whoever asks waits in person."""
+    """Whoever asks waits itself."""
