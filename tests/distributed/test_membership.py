@@ -227,12 +227,12 @@ def test_a_bad_name(meeting: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["nonsense", "tcp://", "ftp://host:1", "file://"])
-def test_a_bad_meeting_place(method: str) -> None:
+def test_a_bad_init_method(method: str) -> None:
     with pytest.raises((RendezvousError, ValueError)):
         join("worker0", 0, 1, method, {"rendezvous_timeout": 1})
 
 
-def test_nobody_at_the_meeting_place() -> None:
+def test_nobody_at_the_rendezvous_store() -> None:
     with pytest.raises(RendezvousError, match="rank 0"):
         join("worker1", 1, 2, f"tcp://127.0.0.1:{free_port()}", {"rendezvous_timeout": 0.5})
 

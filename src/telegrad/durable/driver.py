@@ -291,5 +291,6 @@ class Driver:
             )
         return StateLost(
             f"run {run!r} cannot go on: no copy of the state of {names} is left. The worker and all "
-            f"{self._settings.copies} that kept copies of it died together, and no whole snapshot is on disk. Raise `copies`, or give a `directory`"
+            f"{self._settings.copies} that kept copies of it died together, and no whole snapshot is on disk. Raise "
+            "`copies`, or give a `directory`"
         )
