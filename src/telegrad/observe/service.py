@@ -16,7 +16,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ import msgspec
 
 from telegrad import trace
 from telegrad.errors import ProtocolError, TelegradError
+from telegrad.ids import generation_of
 from telegrad.observe.metrics import Metrics
 from telegrad.observe.timeline.events import AnyEvent, Batch, Call, encode, readable, thread_names
 from telegrad.observe.timeline.kernels import Kernels, can_record
@@ -131,7 +132,8 @@ class Observation(Layer):
             events = readable(recorder.drain())
             self._threads.update(thread_names())
             lost, recorder.lost = recorder.lost, 0
-            self.metrics.count(events, lost)
+            if any(watcher.startswith(LIVE) for watcher in self._watchers):
+                self.metrics.count(events, lost)
             if LOG in self._watchers:
                 self._log(events)
             for watcher, kept in self._watchers.items():
@@ -165,6 +167,16 @@ class Observation(Layer):
         self.recent = [*self.recent[-_RECENT + 1 :], (time.time(), kind, text)]
         if trace.recorder is not None:
             trace.recorder.mark(text, kind)
+
+    def on_news(self, members: Sequence[Member]) -> Sequence[Member]:
+        """Records were read: a worker that was known in an earlier incarnation has come back."""
+        for member in members:
+            known = self.agent.directory.by_id(member.worker_id)
+            if known is None or member.leaving or member.incarnation == known.incarnation:
+                continue
+            if generation_of(member.incarnation) > generation_of(known.incarnation):
+                self.note("restart", f"{member.name} was started again")
+        return members
 
     def on_death(self, member: Member) -> None:
         """Another worker is gone, or one who watched."""

@@ -188,7 +188,7 @@ class Session:
                 self.ended(connection)
                 return
             if trace.recorder is not None:
-                trace.recorder.arrived(self, frames)
+                trace.recorder.arrived(frames)
             inbox.extend(frames)
 
     def _note_definitions(self, frames: list[Frame]) -> None:
@@ -210,7 +210,7 @@ class Session:
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
-        if trace.recorder is not None and trace.recorder.takes(request):
+        if trace.recorder is not None and request.frame.read_at:
             trace.recorder.serve(request, self.serve)
             return
         served = self._served.get(type(request.message))
