@@ -133,6 +133,10 @@ class Observation(Layer):
         if trace.recorder is not None:
             trace.recorder.mark(text, kind)
 
+    def whereabouts(self, member: Member, link: int, request_id: int, seconds: float) -> str:
+        """Where a request is that took too long."""
+        return str(_load("whereabouts").ask_whereabouts(self.agent, member, link, request_id, seconds))
+
     def on_death(self, member: Member) -> None:
         """Another worker is gone, or one who watched."""
         for watcher in [name for name, by in list(self._asked_by.items()) if by == member.incarnation]:
@@ -151,6 +155,7 @@ class Observation(Layer):
             "collect": lambda: self.collect(data.decode()),
             "snapshot": lambda: _load("snapshot").snapshot(self),
             "threads": lambda: _load("threads").activities(self.agent),
+            "whereabouts": lambda: _load("whereabouts").whereabouts(self.agent, data),
             "members": self.agent.directory.members,
             "profile a pass": lambda: _load("profiling.remote").profile_pass(self.agent, data),
             "the profile of a pass": lambda: _load("profiling.remote").profiled_pass(self.agent, data),
