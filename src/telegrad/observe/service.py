@@ -45,6 +45,7 @@ class Observation(Layer):
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.metrics = Metrics(agent)
+        self.since = time.monotonic()
         self.recent: list[tuple[float, str, str]] = []  # when (of the wall clock), what kind, in words
         self._lock = threading.Lock()
         self._watchers: dict[str, list[AnyEvent]] = {}
