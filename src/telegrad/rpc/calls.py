@@ -70,7 +70,7 @@ def start_call(
     kwargs: Any,
     timeout: float,
     *,
-    make: Callable[[int, bytes, float], AnyMessage] = PythonCall,
+    make: Callable[[int, bytes], AnyMessage] = PythonCall,
     complete: Complete | None = None,
     future: Future[Any] | None = None,
     patience: float | None = None,
@@ -109,7 +109,7 @@ def start_call(
     slot = start_request(
         agent,
         link,
-        make(number, definition, timeout),
+        make(number, definition),
         packed,
         timeout=timeout if patience is None else patience,
         what=future.what if future is not None else lambda: f"{name_of(func)}() on worker {link.member.name!r}",

@@ -12,6 +12,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
 from telegrad.rref.handles import Handle, OwnerHandle, create, hold
@@ -44,7 +45,6 @@ class RRef(Generic[T]):
     """
 
     _handle: Handle
-    _shown_as_in_torch = False  # set by the stand-in, whose programs may read the text
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
@@ -59,7 +59,7 @@ class RRef(Generic[T]):
 
     def __repr__(self) -> str:
         handle = self._handle
-        if RRef._shown_as_in_torch:
+        if not stand_in.in_force.rrefs_show_types:
             return repr(handle)
         kind = handle.kind()
         return f"<RRef {short_id(handle.rref_id)} of {handle.owner.name!r}{': ' if kind else ''}{kind}>"

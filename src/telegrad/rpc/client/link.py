@@ -24,6 +24,7 @@ from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, timeout_error
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
+from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import TCP
 from telegrad.transport.connection import Connection
@@ -73,9 +74,6 @@ class LinkEvents(Protocol):
 class Link:
     """Requests to one incarnation of one worker."""
 
-    # Whether the worker is told of calls past their timeout. Not in the stand-in: in torch such a call still runs.
-    cancels_at_timeout = True
-
     def __init__(self, runtime: Runtime, events: LinkEvents, member: Member, number: int) -> None:
         self.runtime = runtime
         self._io_threads = runtime.io_threads
@@ -111,6 +109,11 @@ class Link:
     def dialling(self) -> bool:
         """Whether a thread is making a connection, or giving one up."""
         return self._dial_lock.locked()
+
+    @property
+    def kept_notices(self) -> int:
+        """How many notices would be sent again over a new connection: whether one arrived, nobody says."""
+        return len(self._notices)
 
     # --- sending ---
 
@@ -354,7 +357,7 @@ class Link:
 
     def timed_out(self, slot: Slot) -> None:
         """The caller stopped waiting at its deadline."""
-        if Link.cancels_at_timeout:
+        if stand_in.in_force.cancels_at_timeout:
             self.left_by_caller(slot)
 
     def left_by_caller(self, slot: Slot) -> None:

@@ -86,6 +86,11 @@ class ReplyReader:
         self._waiters: deque[Slot] = deque()
         self._spinner = Spinner()
 
+    @property
+    def unacknowledged(self) -> tuple[int, ...]:
+        """The replies that came, and that the worker has not been told of by name."""
+        return tuple(self._received)
+
     # --- waiting ---
 
     def wait(self, slot: Slot) -> None:

@@ -192,7 +192,7 @@ class Session:
                 self.ended(connection)
                 return
             if trace.recorder is not None:
-                trace.recorder.arrived(self, frames)
+                trace.recorder.arrived(frames)
             inbox.extend(frames)
 
     def _note_definitions(self, frames: list[Frame]) -> None:
@@ -214,7 +214,7 @@ class Session:
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
-        if trace.recorder is not None and trace.recorder.takes(request):
+        if trace.recorder is not None and request.frame.read_at:
             trace.recorder.serve(request, self.serve)
             return
         served = self._served.get(type(request.message))
@@ -226,7 +226,8 @@ class Session:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             if served.counts_as_work:
                 self._runtime.calls_served += 1
-            if order.active and served.counts_as_work:
+            if order.active and served.counts_as_work and not request.on_lane:
+                request.on_lane = True  # once: a layer unwraps and serves on
                 order.run(served.handler, request, request.frame.arrived)
             else:
                 served.handler(request)
