@@ -62,7 +62,7 @@ class ReadLink(Protocol):
     def said_goodbye(self, exited: bool) -> None:
         """The worker leaves on purpose."""
 
-    def timeout_error(self, slot: Slot) -> RpcTimeout:
+    def timeout_error(self, slot: Slot, *, ask: bool = False) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
 
     def timed_out(self, slot: Slot) -> None:
@@ -141,15 +141,16 @@ class ReplyReader:
                 if self._pending.give_up(slot.request_id) is None:
                     continue  # it is being completed by another thread this very moment
                 slot.done = True
-                self._link.timed_out(slot)
                 with self._lock:
                     if self.state == IDLE:  # the reading may have been passed to this thread as it woke by itself
                         self._pass_on()
+                error = self._link.timeout_error(slot, ask=True)  # before the worker is told to give it up
+                self._link.timed_out(slot)
                 if slot.complete is not None:  # its future says so, now and whenever it is asked again
-                    slot.error = self._link.timeout_error(slot)
+                    slot.error = error
                     slot.complete(slot)
                     return
-                raise self._link.timeout_error(slot)
+                raise error
 
     def _sleep_until_woken(self, slot: Slot) -> None:
         left = -1.0 if slot.deadline == FOREVER else max(0.0, slot.deadline - time.monotonic())

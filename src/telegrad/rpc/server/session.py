@@ -118,6 +118,10 @@ class Session:
         """The messages of the requests being served, and since when."""
         return list(self.requests.running.values())
 
+    def waiting_requests(self) -> list[Frame]:
+        """Those that have come and not begun."""
+        return [frame for frame in list(self._inbox) if frame.kind == FrameKind.REQUEST]
+
     def attach(self, connection: Connection) -> None:
         """Serve this connection, the first one or one that replaces a lost one."""
         with self._lock:
