@@ -16,7 +16,7 @@ def slot(timeout: float = 0.0, now: float = 0.0, future: bool = False) -> Slot:
 
 
 def admitted(pending: Pending, count: int, **given: object) -> list[Slot]:
-    slots = [slot(**given) for _ in range(count)]  # type: ignore[arg-type]
+    slots = [slot(**given) for _ in range(count)]
     for each in slots:
         pending.admit(each)
     return slots

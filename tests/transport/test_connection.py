@@ -368,7 +368,7 @@ def test_a_return_that_is_read_after_the_end_is_no_fault_of_the_peer() -> None:
 def raw_frame(
     message: object, segments: list[SegmentSpec] | None = None, data: bytes = b"", kind: FrameKind = FrameKind.NOTICE
 ) -> bytes:
-    return encode_prefix(kind, 1, 0, message, (), segments or (), 0, len(data)) + data  # type: ignore[arg-type]
+    return encode_prefix(kind, 1, 0, message, (), segments or (), 0, len(data)) + data
 
 
 NONSENSE = {

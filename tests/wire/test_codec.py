@@ -133,7 +133,7 @@ def test_no_tensor_bytes_in_the_payload() -> None:
 
 def test_attributes_of_tensors_arrive() -> None:
     x = torch.randn(2)
-    x.label = ["a", x]  # type: ignore[attr-defined]
+    x.label = ["a", x]
     for arrived in (trip(x), trip((x,))[0], trip([x])[0]):
         assert torch.equal(arrived, x)
         assert arrived.label[0] == "a"
@@ -168,13 +168,13 @@ class Pair(torch.Tensor):
         return Pair(inner["left"], inner["right"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return NotImplemented
 
 
 def test_subclasses_of_tensor_arrive_as_such() -> None:
     labelled = torch.randn(2).as_subclass(Labelled)
-    labelled.label = "a"  # type: ignore[attr-defined]
+    labelled.label = "a"
     leaf = torch.randn(2).as_subclass(Labelled).requires_grad_()
     tagged = TaggedParameter(torch.randn(2))
     for sent in (labelled, leaf, tagged):
@@ -191,7 +191,7 @@ def test_gradients_reach_through_a_sent_subclass() -> None:
     x = torch.randn(2, requires_grad=True)
     packed = pack([(x * 2).as_subclass(Labelled)])
     torch.autograd.backward(packed.tensors[0].sum())
-    assert torch.equal(x.grad, torch.full((2,), 2.0))  # type: ignore[arg-type]
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
 
 
 def test_tensors_made_of_tensors_arrive() -> None:
@@ -223,7 +223,7 @@ def test_fake_tensors_are_refused() -> None:
 
 def test_storages_stay_with_their_tensors() -> None:
     x = torch.randn(4)
-    by_dtype = torch.storage.TypedStorage(wrap_storage=x.untyped_storage(), dtype=x.dtype, _internal=True)  # type: ignore[no-untyped-call]
+    by_dtype = torch.storage.TypedStorage(wrap_storage=x.untyped_storage(), dtype=x.dtype, _internal=True)
     tensor, untyped, typed = trip([x, x.untyped_storage(), by_dtype])
     assert untyped.data_ptr() == tensor.data_ptr()
     assert typed.dtype == torch.float32
@@ -242,7 +242,7 @@ class Tied(nn.Module):
         self.register_buffer("steps", torch.tensor(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.norm(self.encoder(x)))  # type: ignore[no-any-return]
+        return self.decoder(self.norm(self.encoder(x)))
 
 
 def test_modules_and_optimizers_arrive_tied_together() -> None:
@@ -458,7 +458,7 @@ class Fragile:
 
 def test_objects_that_fail_to_wake_say_why() -> None:
     fragile = Fragile()
-    fragile.x = 1  # type: ignore[attr-defined]
+    fragile.x = 1
     with pytest.raises(SerializationError, match="ValueError: cannot wake up"):
         trip(fragile)
 
@@ -501,7 +501,7 @@ def test_payloads_may_be_any_buffer() -> None:
     for value in values:
         packed = pack(value)
         for form in (bytearray, memoryview):
-            assert str(deliver(Packed(form(packed.payload), packed.tensors))) == str(value)  # type: ignore[arg-type]
+            assert str(deliver(Packed(form(packed.payload), packed.tensors))) == str(value)
 
 
 def equal(a: Any, b: Any) -> bool:
