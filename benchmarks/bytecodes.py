@@ -67,7 +67,7 @@ def _worker(rank: int, meeting: str, answers: Any) -> None:
     from telegrad import autograd, rpc
     from telegrad.rpc.threads import spin
 
-    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)  # type: ignore[method-assign]
+    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)
     rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting)
     )
@@ -104,7 +104,7 @@ def _calling(rank: int, meeting: str, answers: Any, function: Any, before: Any) 
     from telegrad import rpc
     from telegrad.rpc.threads import spin
 
-    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)  # type: ignore[method-assign]
+    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)
     options = rpc.RpcBackendOptions(init_method=meeting)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if before is not None:
@@ -157,7 +157,7 @@ def by_layer(count: Count) -> Count:
     """The same by folder of `src/telegrad`."""
     layers: Counter[str] = Counter()
     for name, number in count.items():
-        layers[name.partition(":")[0].partition("/")[0]] += number  # type: ignore[assignment] # a Counter of floats
+        layers[name.partition(":")[0].partition("/")[0]] += number  # a Counter of floats
     return dict(layers.most_common())
 
 

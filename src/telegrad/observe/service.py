@@ -48,6 +48,7 @@ class Observation(Layer):
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.metrics = Metrics(agent)
+        self.since = time.monotonic()
         self.recent: list[tuple[float, str, str]] = []  # when (of the wall clock), what kind, in words
         self._lock = threading.Lock()
         self._watchers: dict[str, list[trace.Event | Kernel]] = {}  # events as they were recorded, for each
@@ -175,6 +176,10 @@ class Observation(Layer):
         if trace.recorder is not None:
             trace.recorder.mark(text, kind)
 
+    def whereabouts(self, member: Member, link: int, request_id: int, seconds: float) -> str:
+        """Where a request is that took too long."""
+        return str(_load("whereabouts").ask_whereabouts(self.agent, member, link, request_id, seconds))
+
     def on_news(self, members: Sequence[Member]) -> Sequence[Member]:
         """Records were read: a worker that was known in an earlier incarnation has come back."""
         for member in members:
@@ -205,6 +210,7 @@ class Observation(Layer):
             "collect": lambda: self.collect(data.decode()),
             "snapshot": lambda: _load("snapshot").snapshot(self),
             "threads": lambda: _load("threads").activities(self.agent),
+            "whereabouts": lambda: _load("whereabouts").whereabouts(self.agent, data),
             "members": self.agent.directory.members,
             "profile a pass": lambda: _load("profiling.remote").profile_pass(self.agent, data),
             "the profile of a pass": lambda: _load("profiling.remote").profiled_pass(self.agent, data),

@@ -20,6 +20,7 @@ from telegrad.errors import CallCancelled, ProtocolError, RpcTimeout, Serializat
 from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
+from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, timeout_error
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
@@ -250,7 +251,7 @@ class Link:
             except WorkerDied:
                 raise
             except TimeoutError:
-                raise self.timeout_error(slot) from None
+                raise self.timeout_error(slot, NOT_CONNECTED) from None
         slot.resend = (message, payload, tensors, memory)
         # Count before sending: the reply may come first.
         ack, earliest = self.pending.admit(slot)
@@ -266,7 +267,7 @@ class Link:
             )
         except TimeoutError:
             self.pending.give_up(slot.request_id)
-            raise self.timeout_error(slot) from None
+            raise self.timeout_error(slot, NOT_TAKEN) from None
         except SerializationError:
             self.pending.take(slot.request_id)
             raise
@@ -302,7 +303,7 @@ class Link:
             else:
                 connection.flush(deadline=time.monotonic() + self.runtime.patience)
         except TimeoutError:
-            log.debug("%s does not take in a notice; it goes with the next message", self.member.name)
+            log.debug("a notice to %s cannot be written now; it goes with the next message", self.member.name)
         except (OSError, ValueError):
             self.lost(connection)
         if connection.closed:
@@ -333,21 +334,11 @@ class Link:
         """The worker leaves on purpose."""
         self._events.said_goodbye(self.member, exited)
 
-    def timeout_error(self, slot: Slot) -> RpcTimeout:
-        """What a caller gets whose deadline passed."""
+    def timeout_error(self, slot: Slot, where: str = "", *, ask: bool = False) -> RpcTimeout:
+        """What a caller gets whose deadline passed. `ask` if the thread may wait a moment for what the worker says."""
         if trace.recorder is not None:
             trace.recorder.answered(slot)
-        said_at, threads = self.exhausted
-        state = "may still be running it. Pass a longer `timeout` if that is expected"
-        if said_at > slot.since:
-            state = (
-                f"says that all its {threads} threads are taken, so that this may not have begun. Do calls wait for "
-                "each other? `telegrad.observe.explain()` shows them; `async def` functions need no thread"
-            )
-        return RpcTimeout(
-            f"RPC ran for more than set timeout ({round(slot.timeout * 1000)} ms) and will now be marked with an "
-            f"error: {slot.what()} did not return; worker {self.member.name!r} {state}"
-        )
+        return timeout_error(self, slot, where, ask)
 
     def died(self, slot: Slot) -> WorkerDied:
         """What a caller gets whose worker is gone."""

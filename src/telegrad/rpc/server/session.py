@@ -118,6 +118,10 @@ class Session:
         """The messages of the requests being served, and since when."""
         return list(self.requests.running.values())
 
+    def waiting_requests(self) -> list[Frame]:
+        """Those that have come and not begun."""
+        return [frame for frame in list(self._inbox) if frame.kind == FrameKind.REQUEST]
+
     def attach(self, connection: Connection) -> None:
         """Serve this connection, the first one or one that replaces a lost one."""
         with self._lock:
@@ -426,7 +430,7 @@ class Session:
             while not connection.closed and not connection.stream.delivered and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
         except (OSError, ValueError):
-            log.debug("%s does not take in its last answers", self.member.name)
+            log.debug("%s does not read its last answers", self.member.name)
 
     def farewell(self, message: AnyMessage) -> None:
         """Tell the caller that this worker leaves, if it can be told without waiting."""
@@ -438,7 +442,7 @@ class Session:
                 log.debug("%s could not be told goodbye", self.member.name)
 
     def close(self) -> None:
-        """Stop serving; what is running goes on, its reply goes nowhere."""
+        """Stop serving; what is running goes on, its reply is dropped."""
         connection, self.connection = self.connection, None
         if connection is not None:
             self._detach(connection)
