@@ -38,7 +38,7 @@ def draw(records: Sequence[Record], machine: Record, path: Path) -> bool:
     axes.set_ylim(len(drawn) - 0.4, -1.0)
     axes.set_xlim(0, 1.3 * longest)
     axes.set_xlabel(
-        "times as fast as torch.distributed.rpc (orange: slower); grey lines: from the lowest round to the highest"
+        "times as fast as torch.distributed.rpc (orange: slower)\ngrey lines: from the lowest round to the highest"
     )
     axes.set_title(f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
