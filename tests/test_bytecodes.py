@@ -13,7 +13,7 @@ ROOM = 1.1
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other bytecodes")
 def test_the_work_of_a_step_in_python() -> None:
-    root, peer = measure()
+    root, peer = measure("step")["step"]
     for name, count, held in (("root", root, ROOT), ("peer", peer, PEER)):
         total = sum(count.values())
         assert total < ROOM * held, f"{name}: {total:.0f} bytecodes, {held} before; by layer {by_layer(count)}"

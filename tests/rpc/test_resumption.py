@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from telegrad.ids import Incarnation, WorkerId
-from telegrad.rpc.client.link import Dialled, Link, Unanswered
+from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request

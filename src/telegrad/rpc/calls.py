@@ -19,8 +19,8 @@ from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.trust.exports import exported_name
 from telegrad.rpc.workers import Member, WorkerInfo
-from telegrad.wire.codec import EMPTY_CALL, Packed, is_flat, pack_flat, pack_plain, unpack
-from telegrad.wire.frames import Kind
+from telegrad.wire.codec import EMPTY_CALL, NOT_FLAT, Packed, pack_flat, pack_plain, unpack_flat
+from telegrad.wire.frames import REPLY
 from telegrad.wire.messages import AnyMessage, PythonCall
 
 T = TypeVar("T")
@@ -35,6 +35,7 @@ Complete = Callable[[Slot], None]
 Around = Callable[[AnyMessage, OnReply | None], tuple[AnyMessage, OnReply]]
 
 NOTHING = Packed(b"", [])
+_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # torch declares no type
 
 
 class CallProfiler(Layer):
@@ -77,7 +78,7 @@ def start_call(
 ) -> Slot:
     """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer."""
     around: Around | None = None
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
+    if _profiling():
         profiler = agent.find_layer(CallProfiler)
         if profiler is not None:
             how = "remote" if make is not PythonCall else "sync" if future is None else "async"
@@ -175,7 +176,7 @@ def wait_for_value(slot: Slot) -> Any:
 def value_of(slot: Slot) -> Any:
     """The value that came as the reply of a request; raises what came instead."""
     frame = slot.frame
-    if slot.error is not None or frame is None or frame.kind != Kind.REPLY:
+    if frame is None or frame.kind != REPLY or slot.error is not None:
         frame = reply_frame(slot)
     tensors, payload = frame.take_tensors(), frame.payload
     if slot.on_reply is not None:
@@ -184,10 +185,11 @@ def value_of(slot: Slot) -> Any:
         except BaseException:
             discard(slot.link.runtime.layers, slot.link.member, payload, tensors)
             raise
-    elif tensors and slot.link.runtime.layers.on_plain_reply is not None:
-        tensors = slot.link.runtime.layers.on_plain_reply(slot.what, tensors)
-    if is_flat(payload):
-        return unpack(payload, tensors)
+    elif tensors and (look := slot.link.runtime.layers.on_plain_reply) is not None:
+        tensors = look(slot.what, tensors)
+    value = unpack_flat(payload, tensors)
+    if value is not NOT_FLAT:
+        return value
     return unpack_from(slot.link.runtime.layers, slot.link.member, payload, tensors) if len(payload) else None
 
 
