@@ -201,10 +201,13 @@ class World(Events):
     def ask(self) -> None:
         self.left["ask"] -= 1
         number = next(self.numbers)
-        slot = self.slots[number] = Slot(lambda: "a call", 0.0, FOREVER)
         self.outcomes[number] = []
-        slot.complete = lambda slot: self.outcomes[number].append(_outcome(slot))
-        self.link.request(slot, CleanupAutogradContext(number, ()))  # type: ignore[arg-type] # any message will do
+        self.slots[number] = self.link.send(
+            CleanupAutogradContext(number, ()),  # type: ignore[arg-type] # any message will do
+            timeout=0.0,
+            what="a call",
+            complete=lambda slot: self.outcomes[number].append(_outcome(slot)),
+        )
 
     def tell(self) -> None:
         self.left["tell"] -= 1
@@ -316,7 +319,7 @@ def check(world: World) -> None:
         assert world.late[number] == given_up, "a reply that comes too late is heard of once, any other never"
     assert set(world.noticed.values()) <= {1}
     assert len(world.link.pending) == 0
-    assert not world.link.pending.has_overdue
+    assert not world.link.pending.given_up
     settle(world)
     last = max(world.outcomes)
     assert world.outcomes[last] == [f"reply {last}"]

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from telegrad import trace
@@ -190,10 +190,15 @@ class Link:
                 specs, memory = self.runtime.placement.place(self.member, tensors, specs, memory)
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
+        slot.link = self
         slot.since = now
+        payload = packed.payload
+        slot.resend = (message, payload, specs, memory)
+        unattended = False
         if complete is not None:
             slot.complete = complete
             slot.attended = attended
+            unattended = not attended
             if future is not None:
                 slot.future = future
                 future.awaited = slot
@@ -201,57 +206,45 @@ class Link:
             slot.on_reply = on_reply
         if definition:
             slot.definition = definition
-        if trace.recorder is not None:
-            trace.recorder.asked(slot, message, packed.payload, specs, memory)
-        if self._audit is not None:
-            self._audit.sent(self.member.name, message, packed.payload, specs, slot.what())
-        self.request(slot, message, packed.payload, specs, memory)
-        return slot
-
-    def request(
-        self,
-        slot: Slot,
-        message: AnyMessage,
-        payload: bytes = b"",
-        tensors: Sequence[Any] = (),
-        memory: Sequence[Any] | bytes = b"",
-    ) -> None:
-        """Send a request whose reply `slot` waits for. Errors of the sending itself are raised."""
-        slot.link = self
+        if trace.recorder is not None or self._audit is not None:
+            self._record(slot, message, payload, specs, memory)
         connection = self.current or self._connection_for(slot)
-        slot.resend = (message, payload, tensors, memory)
-        pending = self.pending
         # Count before sending: the reply may come first.
-        ack, earliest = pending.admit(slot)
+        ack, earliest = self.pending.admit(slot)
+        number = slot.request_id
         if earliest:
             self.runtime.timer.at(slot.deadline, self.expire)
-        deadline = None if slot.deadline == FOREVER else slot.deadline
-        unattended = slot.complete is not None and not slot.attended
         # In a burst of calls nobody waits for yet, small ones share a write: the reader of replies sends them on.
-        hold = unattended and len(pending.slots) > BURST_CALLS
+        hold = unattended and len(self.pending) > BURST_CALLS
+        deadline = slot.deadline if timeout else None
         try:
-            connection.send(
-                REQUEST, slot.request_id, ack, message, payload, tensors, memory, deadline=deadline, hold=hold
-            )
+            connection.send(REQUEST, number, ack, message, payload, specs, memory, deadline=deadline, hold=hold)
         except TimeoutError:
-            pending.give_up(slot.request_id)
+            self.pending.give_up(number)
             raise self.timeout_error(slot) from None
         except SerializationError:
-            pending.take(slot.request_id)
+            self.pending.take(number)
             raise
         except (OSError, ValueError):  # ValueError: closed by another thread meanwhile
             self.lost(connection)
         if connection.closed:
-            self._send_over_next(connection, REQUEST, slot.request_id, 0, *slot.whole())
-            if self.dead is not None and pending.take(slot.request_id) is not None:
+            self._send_over_next(connection, REQUEST, number, 0, *slot.whole())
+            if self.dead is not None and self.pending.take(number) is not None:
                 raise self.died(slot) from None
         if hold:
             # Nor are replies read one by one then: completing a future lets go of the GIL, and each time the thread
             # that asks and the thread that reads would fight for it.
-            self.replies.last_asked = slot.since
+            self.replies.last_asked = now
             self.runtime.delayed_flush.within(BURST, connection)
         elif unattended:
             self.replies.arm()
+        return slot
+
+    def _record(self, slot: Slot, message: AnyMessage, payload: bytes, specs: Any, memory: Any) -> None:
+        if trace.recorder is not None:
+            trace.recorder.asked(slot, message, payload, specs, memory)
+        if self._audit is not None:
+            self._audit.sent(self.member.name, message, payload, specs, slot.what())
 
     def _connection_for(self, slot: Slot) -> Connection:
         try:

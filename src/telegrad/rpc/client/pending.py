@@ -73,7 +73,7 @@ class Pending:
         self._lock = threading.Lock()  # numbers and enters in one step, so that `lowest` never skips one
         self._last = 0
         self._lowest = 1
-        self._given_up: set[int] = set()  # left by their callers; the reply may still come
+        self.given_up: set[int] = set()  # left by their callers; the reply may still come, and layers above hear of it
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -87,7 +87,7 @@ class Pending:
         slots = self.slots
         with self._lock:
             slot.request_id = self._last = number = self._last + 1
-            if not slots and not self._given_up:
+            if not slots and not self.given_up:
                 self._lowest = number  # all before it were answered
             slots[number] = slot
             lowest = self._lowest if self._lowest in slots else self._advance()
@@ -104,7 +104,7 @@ class Pending:
     def _advance(self) -> int:
         # Those that were given up count as well: whoever runs one must keep its reply until that has come.
         lowest = self._lowest
-        while lowest <= self._last and lowest not in self.slots and lowest not in self._given_up:
+        while lowest <= self._last and lowest not in self.slots and lowest not in self.given_up:
             lowest += 1
         self._lowest = lowest
         return lowest
@@ -118,17 +118,12 @@ class Pending:
         with self._lock:  # it is in one of the two at any moment
             slot = self.slots.pop(request_id, None)
             if slot is not None:
-                self._given_up.add(request_id)
+                self.given_up.add(request_id)
         return slot
-
-    @property
-    def has_overdue(self) -> bool:
-        """Whether replies may come that nobody waits for any more, but that layers above want to hear of."""
-        return bool(self._given_up)
 
     def overdue(self) -> list[int]:
         """The requests that were given up and have had no reply."""
-        return sorted(self._given_up)
+        return sorted(self.given_up)
 
     def is_late(self, request_id: int) -> bool:
         """Whether a reply that nobody waits for comes to a request that was given up; true once.
@@ -136,7 +131,7 @@ class Pending:
         If not, it is a second copy of a reply that was taken: a request that was sent again is answered again."""
         with self._lock:
             try:
-                self._given_up.remove(request_id)
+                self.given_up.remove(request_id)
             except KeyError:
                 return False
         return True
@@ -166,7 +161,7 @@ class Pending:
 
     def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """The requests that wait, those that were given up, and the lowest of both when it was last asked for."""
-        return tuple(self.slots), tuple(sorted(self._given_up)), self._lowest
+        return tuple(self.slots), tuple(sorted(self.given_up)), self._lowest
 
     def snapshot(self) -> list[Slot]:
         """The slots that wait, oldest first."""

@@ -77,6 +77,7 @@ class ReplyReader:
         self._runtime = link.runtime
         self._io_threads = link.runtime.io_threads
         self._pending = link.pending
+        self._slots = link.pending.slots
         self._audit = link.runtime.layers.audit
         self.state = IDLE
         self.last_heard = 0.0
@@ -190,9 +191,9 @@ class ReplyReader:
             if not heir.done:
                 heir.wake.release()
                 return
-        waiting = len(self._pending.slots)
+        waiting = len(self._slots)
         connection = self._link.current
-        if connection is None or not (waiting or self._pending.has_overdue):
+        if connection is None or not (waiting or self._pending.given_up):
             return
         if waiting > BURST_CALLS and time.monotonic() - self.last_asked < BURST:
             self._runtime.delayed_flush.within(BURST, connection)  # calls keep coming: read their replies together
@@ -266,16 +267,20 @@ class ReplyReader:
         if frame.kind == NOTICE:
             self._hear(frame.message)
             return None
-        self._received.append(frame.request_id)
-        slot = self._pending.take(frame.request_id)
+        number = frame.request_id
+        self._received.append(number)
+        slot = self._slots.pop(number, None)  # one step: who takes it out completes it
         if slot is None:
-            if self._pending.is_late(frame.request_id):
+            if self._pending.is_late(number):
                 for layer in self._runtime.layers:
                     layer.on_late_reply(frame, self._link.member.worker_id)
             return None
         if self._audit is not None:
             self._audit.came(self._link.member.name, frame.message, frame.payload, frame.tensors, slot.what())
         slot.frame = frame
+        slot.done = True  # before looking: a caller that will sleep makes its lock, then looks whether it is done
+        if slot.wake is None and trace.recorder is None:
+            return slot if slot.complete is not None else None
         return slot if self._finish(slot) else None
 
     def _hear(self, message: AnyMessage) -> None:
