@@ -22,7 +22,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.trust.exports import definition_of
 from telegrad.wire import plain
 from telegrad.wire.codec import EMPTY_CALL, pack, pack_plain, unpack
-from telegrad.wire.frames import Kind
+from telegrad.wire.frames import FrameKind
 from telegrad.wire.messages import (
     AutogradMetadata,
     BeginPass,
@@ -256,9 +256,9 @@ def _attack_alone(folder: str) -> None:
                 liar.send(message, payload=payload)
                 kind, _ = liar.read()
                 if type(message) is PythonRemoteCall and message.function == 3:
-                    assert kind == Kind.REPLY  # the reference is made, and holds the refusal
+                    assert kind == FrameKind.REPLY  # the reference is made, and holds the refusal
                 else:
-                    assert kind == Kind.FAILURE, message
+                    assert kind == FrameKind.FAILURE, message
                 assert not bomb.exists(), message
         with lying_member(agent, shared_memory=True) as liar:  # (6) blocks are not shared here: the lane is closed
             assert liar.lane is not None

@@ -5,8 +5,10 @@
     collect    the events since the last time
     snapshot   counters, links, references, contexts, passes, waits
     threads    what each thread runs and waits for
+    members    who the workers are
 
-Several may watch at once: recording is on while anybody wants it, and events are kept for each of them, up to a limit.
+Several may watch at once: recording is on while anybody wants it and lives, and events are kept for each of them, up to
+a limit.
 """
 
 import importlib
@@ -29,7 +31,7 @@ from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.messages import Observe, Observed, RpcWithTrace
 
-LIVE = "live"  # who watches counters only: no events are kept for it
+LIVE = "live"  # what names of those begin with who watch counters only: no events are kept for them
 LOG = "log"  # nor for this one, who writes each call to the log
 calls = logging.getLogger("telegrad.calls")
 _MOST_KEPT = trace.CAPACITY
@@ -47,15 +49,18 @@ class Observation(Layer):
         self._lock = threading.Lock()
         self._watchers: dict[str, list[AnyEvent]] = {}
         self._lost: dict[str, int] = {}
+        self._asked_by: dict[str, int] = {}  # the incarnations of those who watch from elsewhere
         self._threads: dict[int, str] = {}
         if calls.isEnabledFor(logging.DEBUG):
             self.watch(LOG)
 
     # --- recording ---
 
-    def watch(self, watcher: str) -> None:
-        """Somebody wants events, or counters, from now on."""
+    def watch(self, watcher: str, incarnation: int | None = None) -> None:
+        """Somebody wants events, or counters, from now on; until that incarnation, where one is given, is gone."""
         with self._lock:
+            if incarnation is not None:
+                self._asked_by[watcher] = incarnation
             begins = not self._watchers
             self._watchers.setdefault(watcher, [])
             if trace.recorder is None:
@@ -66,7 +71,8 @@ class Observation(Layer):
     def unwatch(self, watcher: str) -> None:
         """They do no longer."""
         with self._lock:
-            self._watchers.pop(watcher, None)
+            for kept in (self._watchers, self._lost, self._asked_by):
+                kept.pop(watcher, None)
             if not self._watchers:
                 trace.recorder = None
 
@@ -96,7 +102,7 @@ class Observation(Layer):
             if LOG in self._watchers:
                 self._log(events)
             for watcher, kept in self._watchers.items():
-                if watcher in (LIVE, LOG):
+                if watcher.startswith((LIVE, LOG)):
                     continue
                 room = _MOST_KEPT - len(kept)
                 kept.extend(events[:room])
@@ -128,20 +134,24 @@ class Observation(Layer):
             trace.recorder.mark(text, kind)
 
     def on_death(self, member: Member) -> None:
-        """Another worker is gone."""
-        self.note("death", f"{member.name} is gone")
+        """Another worker is gone, or one who watched."""
+        for watcher in [name for name, by in list(self._asked_by.items()) if by == member.incarnation]:
+            self.unwatch(watcher)
+        if member.addresses:  # an observer has none
+            self.note("death", f"{member.name} is gone")
 
     # --- answering ---
 
-    def answer(self, what: str, data: bytes) -> bytes:
-        """The answer to a question."""
+    def answer(self, what: str, data: bytes, asked_by: int | None = None) -> bytes:
+        """The answer to a question, of that incarnation."""
         answers: dict[str, Callable[[], Any]] = {
             "clock": time.monotonic,
-            "record": lambda: self.watch(data.decode()),
+            "record": lambda: self.watch(data.decode(), asked_by),
             "stop": lambda: self.unwatch(data.decode()),
             "collect": lambda: self.collect(data.decode()),
             "snapshot": lambda: _load("snapshot").snapshot(self),
             "threads": lambda: _load("threads").activities(self.agent),
+            "members": self.agent.directory.members,
             "profile a pass": lambda: _load("profiling.remote").profile_pass(self.agent, data),
             "the profile of a pass": lambda: _load("profiling.remote").profiled_pass(self.agent, data),
         }
@@ -168,7 +178,7 @@ class Observation(Layer):
     def _serve(self, request: Request) -> None:
         message = request.message
         assert type(message) is Observe
-        self.agent.reply(request, Observed(self.answer(message.what, message.data)))
+        self.agent.reply(request, Observed(self.answer(message.what, message.data, request.session.member.incarnation)))
 
     def on_close(self) -> None:
         """The agent ends."""

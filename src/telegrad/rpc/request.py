@@ -14,9 +14,9 @@ from telegrad.rpc.workers import Member, WorkerInfo
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import FAILURE, NOTICE, REPLY, Frame
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.returning import mark_spare, storages_of
-from telegrad.wire.small import describe_small
-from telegrad.wire.tensors import describe
+from telegrad.wire.tensor.returning import mark_spare, storages_of
+from telegrad.wire.tensor.small import describe_small
+from telegrad.wire.tensor.tensors import describe
 
 log = logging.getLogger("telegrad.rpc")
 # Of functions called from elsewhere; their callers are told anyway.
@@ -97,7 +97,7 @@ class Request:
             if tensors:
                 specs, memory = describe_small(tensors) or describe(tensors)
                 if order.active or session.member.device_maps:
-                    specs, memory = session.placement.place(session.member, tensors, specs, memory, reply=True)
+                    specs, memory = session.placement.apply(session.member, tensors, specs, memory, reply=True)
             # Once nothing can be refused any more: what a layer notes about a reply must be about one that leaves.
             if self.on_reply is not None:
                 message = self.on_reply(message, tensors)

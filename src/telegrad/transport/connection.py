@@ -14,13 +14,13 @@ from typing import Any
 from telegrad.cuda import host, order
 from telegrad.errors import SerializationError
 from telegrad.transport.blocks.heap import Heap
-from telegrad.transport.device_channel import DeviceChannel
+from telegrad.transport.device.channel import DeviceChannel
 from telegrad.transport.stream import Stream
 from telegrad.transport.tensor_memory import BLOCK_NOTICES, TensorMemory
-from telegrad.wire.frames import NOTICE, Frame, FrameReader, Kind, encode_prefix, encode_small
+from telegrad.wire.frames import NOTICE, Frame, FrameKind, FrameReader, encode_prefix, encode_small
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.segments import Segment
-from telegrad.wire.specs import TensorSpec
+from telegrad.wire.tensor.segments import Segment
+from telegrad.wire.tensor.specs import TensorSpec
 
 log = logging.getLogger("telegrad.transport")
 
@@ -142,7 +142,7 @@ class Connection:
         memory = self.memory
         try:
             if self.outbox or memory.released or memory.retired or memory.devices is not None:
-                notices = [encode_prefix(Kind.NOTICE, 0, 0, notice) for notice in memory.notices()]
+                notices = [encode_prefix(FrameKind.NOTICE, 0, 0, notice) for notice in memory.notices()]
                 # After what was held back: that may name a block which is free since it was encoded.
                 held = [*self._drain_outbox(), *notices]
                 small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
@@ -187,7 +187,7 @@ class Connection:
 
     def _tell(self, message: AnyMessage) -> None:
         """Have a notice written before anything that is sent from now on."""
-        self.outbox.append(encode_prefix(Kind.NOTICE, 0, 0, message))
+        self.outbox.append(encode_prefix(FrameKind.NOTICE, 0, 0, message))
 
     # --- receiving ---
 

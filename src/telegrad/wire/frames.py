@@ -18,8 +18,8 @@ from torch import Tensor
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.small import rebuild_small
-from telegrad.wire.tensors import TensorSpec, rebuild
+from telegrad.wire.tensor.small import rebuild_small
+from telegrad.wire.tensor.tensors import TensorSpec, rebuild
 
 MAGIC = b"Tg"
 VERSION = 1
@@ -35,7 +35,7 @@ MAX_HEAD = 64 * 2**20
 MAX_FRAME = 64 * 2**30
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is to its receiver. The kinds are all there is: a reply ends its request, a notice has no reply."""
 
     REQUEST = 1
@@ -44,10 +44,10 @@ class Kind(IntEnum):
     NOTICE = 4
 
 
-REQUEST, REPLY, FAILURE, NOTICE = map(int, Kind)  # as they are in frames
+REQUEST, REPLY, FAILURE, NOTICE = map(int, FrameKind)  # as they are in frames
 
 # How the header of a frame of each kind begins, and the rest of it: what is read of every frame.
-_KINDS = {MAGIC + bytes([VERSION, kind]): int(kind) for kind in Kind}
+_KINDS = {MAGIC + bytes([VERSION, kind]): int(kind) for kind in FrameKind}
 _unpack_fields = struct.Struct("<4sIQQQQ").unpack_from
 
 
@@ -100,7 +100,7 @@ class Frame(msgspec.Struct, eq=False):
         return rebuild(self.tensors, buffers)
 
     def __repr__(self) -> str:
-        kind = Kind(self.kind).name.lower()
+        kind = FrameKind(self.kind).name.lower()
         return f"<{kind} {self.request_id}: {type(self.message).__name__}, {len(self.tensors)} tensors>"
 
 
@@ -230,7 +230,7 @@ class FrameReader:
             text = f"a frame starts with {magic!r}, not {MAGIC!r}: the peer does not speak this protocol"
         elif version != VERSION:
             text = f"the peer speaks version {version} of the protocol, this worker version {VERSION}"
-        elif kind not in map(int, Kind):
+        elif kind not in map(int, FrameKind):
             text = f"unknown frame kind {kind}"
         else:
             text = (

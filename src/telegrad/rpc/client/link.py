@@ -30,8 +30,8 @@ from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import NOTICE, REQUEST
 from telegrad.wire.messages import AnyMessage, CancelCall, Ping
-from telegrad.wire.small import describe_small
-from telegrad.wire.tensors import describe
+from telegrad.wire.tensor.small import describe_small
+from telegrad.wire.tensor.tensors import describe
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -148,7 +148,7 @@ class Link:
         self.replies.last_heard = time.monotonic()
         connection.after_hold = self.replies.arm
         connection.copier.ask_for_help = self.runtime.helpers.ask
-        self._io_threads.watch(connection.stream.fileno(), self.replies.readable, armed=False)
+        self._io_threads.register(connection.stream.fileno(), self.replies.readable, armed=False)
         self.current = connection  # only now may others send: what came before is on its way
         self.settled.set()
         return connection
@@ -187,7 +187,7 @@ class Link:
         if tensors:
             specs, memory = describe_small(tensors) or describe(tensors)
             if order.active or self.member.device_maps:
-                specs, memory = self.runtime.placement.place(self.member, tensors, specs, memory)
+                specs, memory = self.runtime.placement.apply(self.member, tensors, specs, memory)
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
         slot.link = self
@@ -375,7 +375,7 @@ class Link:
             connection.close()
             self.settled.clear()
             self.current = None
-            self.replies.unwatched()
+            self.replies.disarmed()
         self._events.link_lost(self)
 
     def resume(self, deadline: float) -> None:

@@ -209,7 +209,7 @@ class ReplyReader:
                 self.state = ARMED
                 self._io_threads.arm(connection.stream.fileno())
 
-    def unwatched(self) -> None:
+    def disarmed(self) -> None:
         """The connection is lost: no more events of it. A thread that reads goes on with the next."""
         with self._lock:
             if self.state is ARMED:

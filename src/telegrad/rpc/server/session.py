@@ -81,7 +81,7 @@ class Session(Answers):
             self._detach(old)
         connection.on_blocked = self._writing_waits
         connection.copier.ask_for_help = self._runtime.helpers.ask
-        self._io_threads.watch(connection.stream.fileno(), self.ready, armed=True)
+        self._io_threads.register(connection.stream.fileno(), self.ready, armed=True)
 
     # --- serving ---
 
