@@ -288,18 +288,20 @@ class Link:
 
     def farewell(self, message: AnyMessage) -> None:
         """Tell the worker that this one leaves, if it can be told without waiting."""
-        self._mention(message, deadline=0.0)
+        self._mention(message, 0.0)
 
     def ping(self) -> None:
         """The timer: ask whether the worker lives."""
-        self._mention(Ping(), deadline=time.monotonic())
+        self._mention(Ping(), time.monotonic())
 
-    def _mention(self, message: AnyMessage, **how: Any) -> None:
-        """Send a notice that need not arrive."""
+    def _mention(self, message: AnyMessage, deadline: float | None = None) -> None:
+        """Send a notice that need not arrive: by the deadline, or with the next message."""
         connection = self.current
         if connection is not None:
             try:
-                connection.send(NOTICE, 0, self.pending.lowest(), message, **how)
+                connection.send(NOTICE, 0, self.pending.lowest(), message, deadline=deadline, hold=deadline is None)
+                if deadline is None:
+                    self.runtime.delayed_flush.within(LAZY, connection)
             except (OSError, ValueError):
                 log.debug("%s was not told: %s", self.member.name, message)
 
@@ -336,9 +338,7 @@ class Link:
 
     def left_by_caller(self, slot: Slot) -> None:
         """Nobody waits for this request any more: tell the worker, with the next message or a few ms later."""
-        self._mention(CancelCall(slot.request_id), hold=True)
-        if self.current is not None:
-            self.runtime.delayed_flush.within(LAZY, self.current)
+        self._mention(CancelCall(slot.request_id))
 
     def expire(self) -> None:
         """The timer: a deadline of a future may have passed."""
