@@ -13,12 +13,12 @@ from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.client.replies import reply_frame
 from telegrad.rpc.current import require_agent, running
 from telegrad.rpc.futures import Future
-from telegrad.rpc.layer import Layer, OnReply
+from telegrad.rpc.layer import Around, CallProfiler, OnReply
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.trust.exports import exported_name
-from telegrad.rpc.workers import Member, WorkerInfo
+from telegrad.rpc.workers import WorkerInfo
 from telegrad.wire.codec import EMPTY_CALL, NOT_FLAT, Packed, pack_flat, pack_plain, unpack_flat
 from telegrad.wire.frames import REPLY
 from telegrad.wire.messages import AnyMessage, PythonCall
@@ -28,22 +28,10 @@ Ts = TypeVarTuple("Ts")
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 Worker = str | int | WorkerInfo
-# What to do when the reply has come or will not, in whichever thread finds out.
-Complete = Callable[[Slot], None]
-
-# Wraps a call that is wrapped already, and what is done with its reply.
-Around = Callable[[AnyMessage, OnReply | None], tuple[AnyMessage, OnReply]]
+Complete = Callable[[Slot], None]  # what to do when the reply has come or will not, in whichever thread finds out
 
 NOTHING = Packed(b"", [])
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # torch declares no type
-
-
-class CallProfiler(Layer):
-    """Who profiles on other workers what calls do there that are made under a profiler; a layer above derives this."""
-
-    def begin(self, how: str, func: Any, member: Member) -> Around:
-        """A call of `func`, "sync", "async" or "remote", is about to go out from a thread that is being profiled."""
-        raise NotImplementedError
 
 
 def name_of(func: Any) -> str:
@@ -100,13 +88,11 @@ def start_call(
         packed = EMPTY_CALL
     else:
         value = (args, kwargs or {}) if number else (sendable(func), args, kwargs or {})
-        flat = pack_flat(value)
-        if flat is not None:
-            packed = flat
-        elif type(func) is str:  # an exported function may be that of a worker which takes nothing pickled
-            packed = pack_plain(value)
-        else:
-            packed = pack_counted(agent.layers, link.member, value, link.main_by_value)
+        packed = pack_flat(value) or (
+            pack_plain(value)  # an exported function may be that of a worker which takes nothing pickled
+            if type(func) is str
+            else pack_counted(agent.layers, link.member, value, link.main_by_value)
+        )
     slot = start_request(
         agent,
         link,

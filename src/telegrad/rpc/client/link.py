@@ -326,7 +326,7 @@ class Link:
         """The caller no longer wants the reply. False if it has it, or is about to."""
         if self.pending.give_up(slot.request_id) is None:
             return False
-        self.left_by_caller(slot)
+        self._mention(CancelCall(slot.request_id))
         slot.error = CallCancelled(f"{slot.what()} was cancelled")
         self.replies.settle([slot])
         return True
@@ -334,11 +334,7 @@ class Link:
     def timed_out(self, slot: Slot) -> None:
         """The caller stopped waiting at its deadline."""
         if Link.cancels_at_timeout:
-            self.left_by_caller(slot)
-
-    def left_by_caller(self, slot: Slot) -> None:
-        """Nobody waits for this request any more: tell the worker, with the next message or a few ms later."""
-        self._mention(CancelCall(slot.request_id))
+            self._mention(CancelCall(slot.request_id))
 
     def expire(self) -> None:
         """The timer: a deadline of a future may have passed."""
