@@ -93,7 +93,7 @@ def _steps() -> dict[str, Callable[[], None]]:
     return {"empty": empty, "tensors": tensors, "step": step}
 
 
-def _worker(rank: int, meeting: str, cases: tuple[str, ...], answers: Any) -> None:
+def _join(rank: int, meeting: str) -> None:
     _counter.install()
     from telegrad import rpc
     from telegrad.rpc.server import thread_watch
@@ -104,17 +104,41 @@ def _worker(rank: int, meeting: str, cases: tuple[str, ...], answers: Any) -> No
     rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting)
     )
+
+
+def _count(case: str, step: Callable[[], object], answers: Any) -> None:
+    from telegrad import rpc
+
+    for _ in range(_WARM_UP):
+        step()
+    rpc.rpc_sync("worker1", _switch, args=(True,))
+    _switch(True)
+    for _ in range(STEPS):
+        step()
+    here = _switch(False)
+    answers.put((case, here, rpc.rpc_sync("worker1", _switch, args=(False,))))
+
+
+def _worker(rank: int, meeting: str, cases: tuple[str, ...], answers: Any) -> None:
+    _join(rank, meeting)
+    from telegrad import rpc
+
     if rank == 0:
         steps = _steps()
         for case in cases:
-            for _ in range(_WARM_UP):
-                steps[case]()
-            rpc.rpc_sync("worker1", _switch, args=(True,))
-            _switch(True)
-            for _ in range(STEPS):
-                steps[case]()
-            here = _switch(False)
-            answers.put((case, here, rpc.rpc_sync("worker1", _switch, args=(False,))))
+            _count(case, steps[case], answers)
+    rpc.shutdown()
+
+
+def _calling(rank: int, meeting: str, function: Any, before: Any, answers: Any) -> None:
+    """The same for plain calls of `function`, after `before` has run on both workers."""
+    _join(rank, meeting)
+    from telegrad import rpc
+
+    if before is not None:
+        before()
+    if rank == 0:
+        _count("calls", lambda: rpc.rpc_sync("worker1", function), answers)
     rpc.shutdown()
 
 
@@ -129,23 +153,30 @@ def _switch(on: bool) -> Count:
 
 def measure(*cases: str) -> dict[str, Both]:
     """Bytecodes of each function for one step of each of these cases."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _both(_worker, Path(folder), len(cases), cases)
+
+
+def count_calls(folder: Path, function: Any, before: Any = None) -> Both:
+    """The same for one call of `function`, on the caller and on its peer."""
+    return _both(_calling, folder, 1, function, before)["calls"]
+
+
+def _both(target: Any, folder: Path, answered: int, *more: Any) -> dict[str, Both]:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = Path(folder, "meeting").as_uri()
-        workers = [
-            context.Process(target=_worker, args=(rank, meeting, cases, answers), daemon=True) for rank in range(2)
-        ]
+    meeting = Path(folder, "meeting").as_uri()
+    workers = [context.Process(target=target, args=(rank, meeting, *more, answers), daemon=True) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        found = [answers.get(timeout=_DEADLINE) for _ in range(answered)]
         for worker in workers:
-            worker.start()
-        try:
-            found = [answers.get(timeout=_DEADLINE) for _ in cases]
-            for worker in workers:
-                worker.join(_DEADLINE)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
+            worker.join(_DEADLINE)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
     return {case: (root, peer) for case, root, peer in found}
 
 

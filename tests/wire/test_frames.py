@@ -25,7 +25,7 @@ from telegrad.wire.frames import (
 )
 from telegrad.wire.messages import Ack, Barrier, PythonCall, PythonReply
 
-CALL = PythonCall(3, b"definition", 60.0)
+CALL = PythonCall(3, b"definition")
 
 
 def frame_bytes(

@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
 class WorkerInfo:
     """A worker as users see it: its name and its id (its rank, where ranks were given).
 
-    Example:
+    Examples:
         >>> rpc.get_worker_info("worker1")
         WorkerInfo(id=1, name=worker1)
     """

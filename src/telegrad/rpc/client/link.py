@@ -18,12 +18,14 @@ from telegrad import trace
 from telegrad.cuda import order
 from telegrad.errors import CallCancelled, ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.function_table import FunctionTable
-from telegrad.rpc.client.outcomes import Dialled, Unanswered, died_meanwhile, does_not_answer, took_too_long
+from telegrad.rpc.client.outcomes import Dialled, Unanswered, died_meanwhile, does_not_answer
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
+from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, timeout_error
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
+from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import TICKET_BYTES
@@ -57,9 +59,6 @@ class LinkEvents(Protocol):
 
 class Link:
     """Requests to one incarnation of one worker."""
-
-    # Whether the worker is told of calls past their timeout. Not in the stand-in: in torch such a call still runs.
-    cancels_at_timeout = True
 
     def __init__(self, runtime: Runtime, events: LinkEvents, member: Member, number: int) -> None:
         self.runtime = runtime
@@ -96,6 +95,11 @@ class Link:
     def dialling(self) -> bool:
         """Whether a thread is making a connection, or giving one up."""
         return self._dial_lock.locked()
+
+    @property
+    def kept_notices(self) -> int:
+        """How many notices would be sent again over a new connection: whether one arrived, nobody says."""
+        return len(self._notices)
 
     # --- sending ---
 
@@ -221,7 +225,7 @@ class Link:
             connection.send(REQUEST, number, ack, message, payload, specs, memory, deadline=deadline, hold=hold)
         except TimeoutError:
             self.pending.give_up(number)
-            raise self.timeout_error(slot) from None
+            raise self.timeout_error(slot, NOT_TAKEN) from None
         except SerializationError:
             self.pending.take(number)
             raise
@@ -250,7 +254,7 @@ class Link:
         try:
             return self.connection(slot.deadline)
         except TimeoutError:
-            raise self.timeout_error(slot) from None
+            raise self.timeout_error(slot, NOT_CONNECTED) from None
 
     def notify(self, message: AnyMessage, lazy: bool = False) -> None:
         """Send a notice: it has no reply, and a dead worker does not need it. A lazy one goes with the next message.
@@ -311,11 +315,11 @@ class Link:
         """The worker leaves on purpose."""
         self._events.said_goodbye(self.member, exited)
 
-    def timeout_error(self, slot: Slot) -> RpcTimeout:
-        """What a caller gets whose deadline passed."""
+    def timeout_error(self, slot: Slot, where: str = "", *, ask: bool = False) -> RpcTimeout:
+        """What a caller gets whose deadline passed. `ask` if the thread may wait a moment for what the worker says."""
         if trace.recorder is not None:
             trace.recorder.answered(slot)
-        return took_too_long(slot, self.member, self.exhausted)
+        return timeout_error(self, slot, where, ask)
 
     def died(self, slot: Slot) -> WorkerDied:
         """What a caller gets whose worker is gone."""
@@ -333,7 +337,7 @@ class Link:
 
     def timed_out(self, slot: Slot) -> None:
         """The caller stopped waiting at its deadline."""
-        if Link.cancels_at_timeout:
+        if stand_in.in_force.cancels_at_timeout:
             self._mention(CancelCall(slot.request_id))
 
     def expire(self) -> None:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from telegrad.errors import RpcTimeout, WorkerDied
+from telegrad.errors import WorkerDied
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import TCP
@@ -37,19 +37,3 @@ def died_meanwhile(slot: Slot, member: Member, death: WorkerDied) -> WorkerDied:
     """A worker died that had not answered a request."""
     text = f"{death} It was asked: {slot.what()}."
     return WorkerDied(text, worker=member.name, incarnation=member.incarnation)
-
-
-def took_too_long(slot: Slot, member: Member, exhausted: tuple[float, int]) -> RpcTimeout:
-    """The deadline of a request passed; `exhausted`: when the worker last said that all its threads are taken, and how
-    many."""
-    said_at, threads = exhausted
-    state = "may still be running it. Pass a longer `timeout` if that is expected"
-    if said_at > slot.since:
-        state = (
-            f"says that all its {threads} threads are taken, so that this may not have begun. Do calls wait for "
-            "each other? `telegrad.observe.explain()` shows them; `async def` functions need no thread"
-        )
-    return RpcTimeout(
-        f"RPC ran for more than set timeout ({round(slot.timeout * 1000)} ms) and will now be marked with an "
-        f"error: {slot.what()} did not return; worker {member.name!r} {state}"
-    )

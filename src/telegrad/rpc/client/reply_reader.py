@@ -62,7 +62,7 @@ class ReadLink(Protocol):
     def said_goodbye(self, exited: bool) -> None:
         """The worker leaves on purpose."""
 
-    def timeout_error(self, slot: Slot) -> RpcTimeout:
+    def timeout_error(self, slot: Slot, *, ask: bool = False) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
 
     def timed_out(self, slot: Slot) -> None:
@@ -86,6 +86,11 @@ class ReplyReader:
         self._lock = threading.Lock()
         self._waiters: deque[Slot] = deque()
         self._spinner = Spinner()
+
+    @property
+    def unacknowledged(self) -> tuple[int, ...]:
+        """The replies that came, and that the worker has not been told of by name."""
+        return tuple(self._received)
 
     # --- waiting ---
 
@@ -124,11 +129,11 @@ class ReplyReader:
         if self._pending.give_up(slot.request_id) is None:
             return  # it is being completed by another thread this very moment
         slot.done = True
-        self._link.timed_out(slot)
         with self._lock:
             if self.state is IDLE:  # the reading may have been passed to this thread as it woke by itself
                 self._pass_on()
-        error = self._link.timeout_error(slot)
+        error = self._link.timeout_error(slot, ask=True)  # before the worker is told to give it up
+        self._link.timed_out(slot)
         if slot.complete is None:
             raise error
         slot.error = error  # its future says so, now and whenever it is asked again

@@ -42,7 +42,7 @@ def debug_waits(cluster: bool = False) -> str:
     It asks nothing of the code that hangs: a worker is described by its tables, and one that does not answer within two
     seconds is said not to. SIGUSR1 prints the same, unless the program has a use of its own for that signal.
 
-    Example:
+    Examples:
         >>> text = rpc.debug_waits(cluster=True)  # one line for each wait, on all workers
     """
     agent = require_agent()

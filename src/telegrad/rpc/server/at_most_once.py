@@ -39,6 +39,10 @@ class AtMostOnce:
     def __repr__(self) -> str:
         return f"<AtMostOnce: {len(self.running)} running, {len(self.replies)} kept, below {self.acknowledged} done>"
 
+    def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...], int, str]:
+        """The requests that run, those whose replies are kept, below which all are done, and which others are."""
+        return tuple(self.running), tuple(self.replies), self.acknowledged, repr(self._forgotten)
+
     def take(self, request_id: int, kind: type) -> Reply | None:
         """A request came: NEW if it is to be run now, its reply if that has to be sent again, None if neither.
 

@@ -24,7 +24,7 @@ from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import NOTICE, Frame
+from telegrad.wire.frames import NOTICE, REQUEST, Frame
 from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Goodbye, Ping
 
 log = logging.getLogger("telegrad.rpc")
@@ -72,6 +72,10 @@ class Session(Answers):
 
     def __repr__(self) -> str:
         return f"<Session of {self.member.name!r}: {self.running} running>"
+
+    def waiting_requests(self) -> list[Frame]:
+        """Those that have come and not begun."""
+        return [frame for frame in list(self._inbox) if frame.kind == REQUEST]
 
     def attach(self, connection: Connection) -> None:
         """Serve this connection, the first one or one that replaces a lost one."""
@@ -144,7 +148,7 @@ class Session(Answers):
                 self.ended(connection)
                 return
             if trace.recorder is not None:
-                trace.recorder.arrived(self, frames)
+                trace.recorder.arrived(frames)
             inbox.extend(frames)
 
     def serve_deferred(self) -> None:
@@ -158,7 +162,7 @@ class Session(Answers):
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
-        if trace.recorder is not None and trace.recorder.takes(request):
+        if trace.recorder is not None and request.frame.read_at:
             trace.recorder.serve(request, self.serve)
             return
         message = request.message
