@@ -96,11 +96,11 @@ def _steps() -> dict[str, Callable[[], None]]:
 def _join(rank: int, meeting: str) -> None:
     _counter.install()
     from telegrad import rpc
-    from telegrad.rpc.server import thread_watch
+    from telegrad.rpc.server import stuck_threads
     from telegrad.rpc.threads import spin
 
     spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)  # type: ignore[method-assign]
-    thread_watch._LOOK_SECONDS = 10 * _LOOK  # a request that is counted takes so long that it would count as stuck
+    stuck_threads._LOOK_SECONDS = 10 * _LOOK  # a request that is counted takes so long that it would count as stuck
     rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting)
     )
