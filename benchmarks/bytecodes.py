@@ -99,7 +99,7 @@ def _join(rank: int, meeting: str) -> None:
     from telegrad.rpc.server import stuck_threads
     from telegrad.rpc.threads import spin
 
-    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)  # type: ignore[method-assign]
+    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)
     stuck_threads._LOOK_SECONDS = 10 * _LOOK  # a request that is counted takes so long that it would count as stuck
     rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting)
@@ -184,7 +184,7 @@ def by_layer(count: Count) -> Count:
     """The same by folder of `src/telegrad`."""
     layers: Counter[str] = Counter()
     for name, number in count.items():
-        layers[name.partition(":")[0].partition("/")[0]] += number  # type: ignore[assignment] # a Counter of floats
+        layers[name.partition(":")[0].partition("/")[0]] += number  # a Counter of floats
     return dict(layers.most_common())
 
 

@@ -154,7 +154,7 @@ def start_request(
 
 
 def wait_for_value(slot: Slot) -> Any:
-    """Wait in person for the reply of a request; its value."""
+    """Wait in this thread for the reply of a request; its value."""
     slot.link.wait(slot)
     return value_of(slot)
 

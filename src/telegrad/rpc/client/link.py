@@ -274,7 +274,7 @@ class Link:
             else:
                 connection.flush(deadline=time.monotonic() + self.runtime.patience)
         except TimeoutError:
-            log.debug("%s does not take in a notice; it goes with the next message", self.member.name)
+            log.debug("a notice to %s cannot be written now; it goes with the next message", self.member.name)
         except (OSError, ValueError):
             self.lost(connection)
         if connection.closed:

@@ -2,10 +2,10 @@
 
 The thread that waits for a reply reads it itself: no other thread has to wake up for it. While one thread reads, others
 that wait on the same link sleep; the reader completes their slots as replies come and passes the reading on when its
-own is there. Replies nobody waits for in person (futures) are read by the I/O threads.
+own is there. Replies that no thread waits for (futures) are read by the I/O threads.
 
 One rule for completions: the reader hands on the reading, then completes what it read. So a callback, or a hook of a
-backward pass, may run for long and may wait for another reply of the same link. A thread that came in person leaves to
+backward pass, may run for long and may wait for another reply of the same link. A thread that came to wait leaves to
 the I/O threads what may run a user's code; and a reply that its caller came for (`attended`) is left to that caller.
 
     IDLE      nothing is expected, or nobody looks
@@ -295,7 +295,7 @@ class ReplyReader:
             self._link.exhausted = (time.monotonic(), message.threads)
 
     def flush(self, connection: Connection) -> None:
-        """Send what waited for company."""
+        """Send what waited to be sent together."""
         try:
             connection.flush(deadline=time.monotonic())  # this thread reads: it must not wait until the worker does
         except TimeoutError:
@@ -320,7 +320,7 @@ class ReplyReader:
     # --- completing ---
 
     def _finish(self, slot: Slot) -> bool:
-        """A slot that was taken out of the table has its reply, or its error: wake its caller if that waits in person.
+        """A slot that was taken out of the table has its reply, or its error: wake its caller if that waits.
 
         Returns whether it has to be completed."""
         slot.done = True
@@ -339,7 +339,7 @@ class ReplyReader:
         """I/O thread, which does not read: complete what was read."""
         for slot in slots:
             complete = slot.complete
-            if complete is not None:  # else its caller came for the reply in person, and was first
+            if complete is not None:  # else its caller came for the reply itself, and was first
                 complete(slot)
 
     def _complete_in_person(self, slots: list[Slot], own: Slot) -> None:

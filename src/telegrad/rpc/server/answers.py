@@ -163,7 +163,7 @@ class Answers:
             while not connection.closed and not connection.stream.delivered and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
         except (OSError, ValueError):
-            log.debug("%s does not take in its last answers", self.member.name)
+            log.debug("%s does not read its last answers", self.member.name)
 
     def farewell(self, message: AnyMessage) -> None:
         """Tell the caller that this worker leaves, if it can be told without waiting."""

@@ -301,7 +301,7 @@ class Session(Answers):
                 connection.close()
 
     def close(self) -> None:
-        """Stop serving; what is running goes on, its reply goes nowhere."""
+        """Stop serving; what is running goes on, its reply is dropped."""
         connection, self.connection = self.connection, None
         if connection is not None:
             self._detach(connection)
