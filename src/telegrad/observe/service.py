@@ -16,7 +16,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ import msgspec
 
 from telegrad import trace
 from telegrad.errors import ProtocolError, TelegradError
+from telegrad.ids import generation_of
 from telegrad.observe.metrics import Metrics
 from telegrad.observe.timeline.events import AnyEvent, Batch, Call, encode, readable, thread_names
 from telegrad.observe.timeline.kernels import Kernels, can_record
@@ -47,6 +48,7 @@ class Observation(Layer):
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.metrics = Metrics(agent)
+        self.since = time.monotonic()
         self.recent: list[tuple[float, str, str]] = []  # when (of the wall clock), what kind, in words
         self._lock = threading.Lock()
         self._watchers: dict[str, list[AnyEvent]] = {}
@@ -131,7 +133,8 @@ class Observation(Layer):
             events = readable(recorder.drain())
             self._threads.update(thread_names())
             lost, recorder.lost = recorder.lost, 0
-            self.metrics.count(events, lost)
+            if any(watcher.startswith(LIVE) for watcher in self._watchers):
+                self.metrics.count(events, lost)
             if LOG in self._watchers:
                 self._log(events)
             for watcher, kept in self._watchers.items():
@@ -166,6 +169,20 @@ class Observation(Layer):
         if trace.recorder is not None:
             trace.recorder.mark(text, kind)
 
+    def whereabouts(self, member: Member, link: int, request_id: int, seconds: float) -> str:
+        """Where a request is that took too long."""
+        return str(_load("whereabouts").ask_whereabouts(self.agent, member, link, request_id, seconds))
+
+    def on_news(self, members: Sequence[Member]) -> Sequence[Member]:
+        """Records were read: a worker that was known in an earlier incarnation has come back."""
+        for member in members:
+            known = self.agent.directory.by_id(member.worker_id)
+            if known is None or member.leaving or member.incarnation == known.incarnation:
+                continue
+            if generation_of(member.incarnation) > generation_of(known.incarnation):
+                self.note("restart", f"{member.name} was started again")
+        return members
+
     def on_death(self, member: Member) -> None:
         """Another worker is gone, or one who watched."""
         for watcher in [name for name, by in list(self._asked_by.items()) if by == member.incarnation]:
@@ -186,6 +203,7 @@ class Observation(Layer):
             "collect": lambda: self.collect(data.decode()),
             "snapshot": lambda: _load("snapshot").snapshot(self),
             "threads": lambda: _load("threads").activities(self.agent),
+            "whereabouts": lambda: _load("whereabouts").whereabouts(self.agent, data),
             "members": self.agent.directory.members,
             "profile a pass": lambda: _load("profiling.remote").profile_pass(self.agent, data),
             "the profile of a pass": lambda: _load("profiling.remote").profiled_pass(self.agent, data),

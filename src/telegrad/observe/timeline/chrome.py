@@ -216,6 +216,10 @@ def _write_call(
         args["reply_us"] = round(writer.at(track, call.end) - writer.at(other[0], other[1].end), 1)
         args["reply_bytes"] = other[1].size
         args["reply_tensors"] = other[1].tensors
+        if other[1].ways:
+            args["tensor_bytes"] = other[1].ways
+    if call.ways:
+        args["reply_tensor_bytes"] = call.ways
     if call.in_person:
         tid = writer.thread(track, call.thread)
     else:
@@ -237,6 +241,8 @@ def _write_served(writer: _Writer, track: Track, request: Served, calls: Mapping
     args["queue_us"] = round((request.begun - request.arrived) * 1e6, 1)
     if request.context >= 0:
         args["context"] = request.context
+    if request.ways:
+        args["tensor_bytes"] = request.ways
     if asked is not None:
         args |= {"caller": asked[0].name, "bytes": asked[1].size, "tensors": asked[1].tensors}
     if request.begun - request.arrived > _QUEUED:

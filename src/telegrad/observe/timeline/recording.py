@@ -39,7 +39,7 @@ class _Collected(msgspec.Struct):
     """What one incarnation of a worker has told."""
 
     member: Member
-    events: list[AnyEvent] = []
+    events: list[AnyEvent] = msgspec.field(default_factory=list)
     threads: dict[int, str] = {}
     pings: list[Ping] = []
     lost: int = 0
@@ -130,6 +130,7 @@ class Recording:
     def _collect_often(self) -> None:
         while not self._ended.wait(_COLLECT_SECONDS) and not self._agent.closing:
             try:
+                self._agent.peers.look_for_news()  # who was started again is to record, too
                 self._welcome()
                 self._collect()
             except TelegradError as error:
@@ -147,7 +148,7 @@ class Recording:
     def _take(self, batch: Batch) -> None:
         collected = self._found[batch.incarnation]
         room = max(0, _MOST_EVENTS - self._total)
-        collected.events = collected.events + batch.events[:room] if collected.events else batch.events[:room]
+        collected.events.extend(batch.events[:room])
         collected.lost += batch.lost + max(0, len(batch.events) - room)
         collected.threads = {**collected.threads, **batch.threads}
         self._total += len(batch.events)
@@ -165,6 +166,11 @@ def record(path: str | os.PathLike[str], *, kernels: bool = True) -> Iterator[Re
         path: of the file.
         kernels: whether what the GPUs do is recorded as well, for the first minute. torch has one profiler of CUDA in a
             process: False leaves it to the program.
+
+    Example:
+        >>> with telegrad.observe.record("step.json"):
+        ...     rpc.rpc_sync("worker1", abs, (-1,))
+        1
     """
     recording = Recording(require_agent(), kernels)
     recording.start()

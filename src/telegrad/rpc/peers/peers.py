@@ -37,7 +37,7 @@ class PeerEvents(LinkEvents, SessionEvents, Protocol):
 
 
 class MemberRecords(Protocol):
-    """The log of members in the rendezvous store (`job/member_log.py`), as far as the rooms below need it."""
+    """The log of members in the rendezvous store (`job/rendezvous/member_log.py`), as far as it is needed here."""
 
     store: Any
 
