@@ -3,8 +3,8 @@
 Whoever may open it tries to take the port: one gets it, the others connect (`store_client.py`). A bare connection
 beside that one tells when the store has ended, which a client that is not being used would not notice.
 
-That connection goes to a monitor port: a socket beside the store that listens and ends with it. The only thing it ever says
-is the last record of a worker whose program ends with its store, which nobody could read there any more. The store
+That connection goes to a monitor port: a socket beside the store that listens and ends with it. The only thing it ever
+says is the last record of a worker whose program ends with its store, which nobody could read there any more. The store
 itself looks up the name of whoever connects, and everyone waits while it does; a resolver that does not answer takes
 5 seconds. It listens at the address it was given and at no other, and a store that another user holds is not joined.
 """
