@@ -45,7 +45,7 @@ def pid() -> int:
 
 def text_of(to: str, func: object, args: tuple[object, ...], timeout: float = 0.5) -> str:
     with pytest.raises(RpcTimeout, match=re.escape(f"set timeout ({round(timeout * 1000)} ms)")) as caught:
-        rpc.rpc_sync(to, func, args, timeout=timeout)  # type: ignore[call-overload]
+        rpc.rpc_sync(to, func, args, timeout=timeout)
     return str(caught.value)
 
 

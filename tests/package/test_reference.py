@@ -34,6 +34,7 @@ ELSEWHERE = {
     "telegrad.testing.cluster",  # tests/testing
     "telegrad.nn.SharedModule",  # docs/training.md
 }
+INTERNAL = {"telegrad.observe.install"}  # how a layer is put on an agent
 
 NAMESPACE = {
     "DistributedOptimizer": optim.DistributedOptimizer,
@@ -93,7 +94,9 @@ def test_types_and_docstring(name: str) -> None:
         assert signature.return_annotation is not inspect.Signature.empty
 
 
-@pytest.mark.parametrize("name", [name for name in names(MODULES) if name not in ALONE | ELSEWHERE])
+@pytest.mark.parametrize(
+    "name", [name for name in names([*MODULES, "telegrad.observe"]) if name not in ALONE | ELSEWHERE | INTERNAL]
+)
 def test_examples(pair: Cluster, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     examples = doctest.DocTestFinder(recurse=False).find(value_of(name), name, globs=dict(NAMESPACE))
@@ -103,6 +106,11 @@ def test_examples(pair: Cluster, name: str, tmp_path: Path, monkeypatch: pytest.
     for each in examples:
         runner.run(each)
     assert runner.failures == 0
+
+
+@pytest.mark.parametrize("name", [name for name in names(MODULES + MORE) if inspect.isfunction(value_of(name))])
+def test_every_function_shows_an_example(name: str) -> None:
+    assert "Example:" in (inspect.getdoc(value_of(name)) or "") or name in INTERNAL
 
 
 @pytest.mark.slow

@@ -64,9 +64,9 @@ class RootPass(Pass):
             with self._lock:
                 self._open -= 1
             raise
-        # First those that may answer with gradients, so that the root takes these in person.
+        # First those that may answer with gradients, so that the root reads these itself.
         self._asked.insert(len(self._asked) if type(message) is BeginPass else 0, slot)
-        if self._waiting:  # the root will not come for this reply in person
+        if self._waiting:  # the root will not come for this reply itself
             slot.link.expect()
 
     def _take_answer(self, slot: Slot) -> None:

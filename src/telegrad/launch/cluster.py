@@ -103,7 +103,7 @@ class Cluster:
             send_orders(ours, orders)
 
     def _ended(self, process: Supervised) -> None:
-        """A worker's process has ended; called by the thread that watched it."""
+        """A worker's process has ended; called by the thread that waited for it."""
         name = process.name
         agent = current_agent()
         if agent is not None and self._restarting:

@@ -1,6 +1,6 @@
 """A whole model to one file and back. The suffix chooses the form: `.safetensors`, or torch.save's for anything else.
 
-A file is written beside its place and then moved there, so a crash while saving leaves the previous checkpoint whole.
+A file is written under another name and then renamed, so a crash while saving leaves the previous checkpoint whole.
 """
 
 import importlib

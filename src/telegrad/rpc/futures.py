@@ -170,7 +170,9 @@ class Future(torch.futures.Future[T]):
             try:
                 torch._C.Future.wait(self)
             except BaseException as error:
-                log.warning("%s failed, and its future went away without anyone asking: %s", self.what, error)
+                log.warning(
+                    "%s failed, and its future was dropped before anyone asked for the result: %s", self.what, error
+                )
 
 
 def _without_traceback(error: BaseException) -> BaseException:
