@@ -50,6 +50,9 @@ class MemberRecords(Protocol):
     def end_job(self) -> None:
         """All workers have left."""
 
+    def say_last(self, member: Member) -> None:
+        """Tell those who monitor the store the last record of this worker, if the store ends with it."""
+
     def lose(self) -> None:
         """Let the store go."""
 
