@@ -63,8 +63,11 @@ def start_call(
     complete: Complete | None = None,
     future: Future[Any] | None = None,
     patience: float | None = None,
+    subject: Callable[[], str] | None = None,
 ) -> Slot:
-    """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer."""
+    """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer.
+
+    `subject`: what it is called in errors, if not by the function's name."""
     around: Around | None = None
     if _profiling():
         profiler = agent.find_layer(CallProfiler)
@@ -99,7 +102,9 @@ def start_call(
         make(number, definition),
         packed,
         timeout=timeout if patience is None else patience,
-        what=future.what if future is not None else lambda: f"{name_of(func)}() on worker {link.member.name!r}",
+        what=future.what
+        if future is not None
+        else subject or (lambda: f"{name_of(func)}() on worker {link.member.name!r}"),
         definition=full,
         complete=complete,
         future=future,
