@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from telegrad import rpc
 from telegrad.errors import AuthenticationError, RendezvousError
+from telegrad.ids import generation_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.trust import secret as secrets
@@ -181,8 +182,9 @@ def test_a_forged_restart_is_not_believed(caplog: pytest.LogCaptureFixture) -> N
         stranger = Listeners(("tcp",), "127.0.0.1")
         try:
             forged = msgspec.structs.replace(
-                true, incarnation=true.incarnation | (3 << 50), addresses=tuple(stranger.addresses), secret=b"known"
+                true, incarnation=true.incarnation + 1, addresses=tuple(stranger.addresses), secret=b"known"
             )
+            assert generation_of(forged.incarnation) > generation_of(true.incarnation)  # or nobody would look at it
             index = int(log.add("records", 1)) - 1
             log.set(f"record/{index}", UNSEALED.seal(msgspec.msgpack.encode(forged)))
             agent.peers.look_for_news()

@@ -19,7 +19,7 @@ from typing import Any
 from telegrad.transport.stream import Buffers, SocketStream
 
 _RECORD = 16 * 1024  # bytes in one TLS record
-_READ_AT_ONCE = 64 * 1024
+_READ_AT_ONCE, _READ_LARGE = 64 * 1024, 256 * 1024
 _WRITE_AT_ONCE = 256 * 1024
 _MOST_AT_ONCE = 4 * 2**20  # decrypted before what came is looked at
 _HURRY = 0.05
@@ -109,25 +109,35 @@ class TlsStream(SocketStream):
     def _receive_into(self, view: memoryview) -> int:
         count: int = 0
         limit = min(len(view), _MOST_AT_ONCE)
+        raw = self._raw
+        if limit > len(raw) < _READ_LARGE:
+            self._raw = raw = memoryview(bytearray(_READ_LARGE))
         incoming, step = self._incoming, self._step
         read: Callable[..., Any] = self._tls.read  # into a buffer it returns a count, of which its type says nothing
         try:
-            while count < limit:
+            while True:
+                drained = False
                 if not self.pending:
-                    came = self._read_raw(self._raw)
+                    came = self._read_raw(raw)
                     if came <= 0:
                         return count or came
-                    incoming.write(self._raw[:came])
+                    incoming.write(raw[:came])
+                    drained = came < len(raw)
+                try:
+                    while True:
+                        with step:
+                            count += read(_RECORD, view[count : count + _RECORD])
+                        if count == limit:
+                            with step:
+                                self.pending = incoming.pending + self._tls.pending()
+                            return count
+                        if not incoming.pending:
+                            break
+                except ssl.SSLWantReadError:  # the rest is a part of a record
+                    pass
                 self.pending = 0
-                with step:
-                    count += read(_RECORD, view[count : count + _RECORD])
-                if incoming.pending or count == limit:
-                    with step:
-                        self.pending = incoming.pending + self._tls.pending()
-                elif count < _RECORD:
-                    break  # a small message, and most likely the last
-        except ssl.SSLWantReadError:  # a part of a record
-            return count or -1
+                if drained:
+                    return count or -1
         except ssl.SSLZeroReturnError:
             self.pending = 1 if count else 0
         except ssl.SSLError:
