@@ -30,7 +30,7 @@ from telegrad.transport.stream import receive_exactly
 from telegrad.transport.tls import dialling_ends
 
 HELD = 200  # connections that a stranger keeps open, until it closes the oldest
-DIALS = 20
+DIALS = 5
 
 
 def silent(address: Address, stop: Callable[[], bool]) -> None:

@@ -23,9 +23,9 @@ from telegrad.transport.addresses import connect
 from telegrad.transport.blocks.lending import Borrower, Lender
 from telegrad.transport.handshake import DiallerHandshake
 from telegrad.wire.codec import EMPTY_CALL, pack
-from telegrad.wire.frames import Kind, SegmentSpec
+from telegrad.wire.frames import FrameKind, SegmentSpec
 from telegrad.wire.messages import Ack, Barrier, PythonCall, RRefBackward, RRefFetch
-from telegrad.wire.specs import TensorSpec
+from telegrad.wire.tensor.specs import TensorSpec
 from tests.attacks.strangers import address_of, lying_member, memory_mb, open_files
 from tests.cluster import process
 from tests.waiting import wait_until
@@ -54,7 +54,7 @@ def test_backward_from_references_that_do_not_exist(agent: Agent) -> None:
         still_works()
         assert threading.active_count() < before + 20
         answers = [liar.read() for _ in range(1100)]  # all within the timeout of calls
-    assert {kind for kind, _ in answers} == {Kind.FAILURE}
+    assert {kind for kind, _ in answers} == {FrameKind.FAILURE}
     still_works()
 
 
@@ -62,7 +62,7 @@ def test_fetches_of_references_that_do_not_exist_are_bounded(agent: Agent) -> No
     with lying_member(agent) as liar:
         for number in range(1500):
             liar.send(RRefFetch(10_000 + number, 0.0))  # type: ignore[arg-type]
-        assert all(liar.read()[0] == Kind.FAILURE for _ in range(1500 - 1024))
+        assert all(liar.read()[0] == FrameKind.FAILURE for _ in range(1500 - 1024))
     still_works()
 
 
@@ -122,14 +122,14 @@ def test_a_barrier_with_a_malformed_key(agent: Agent, key: str) -> None:
     with lying_member(agent) as liar:
         liar.send(Barrier(key, "liar", 0))
         liar.send(Barrier(key, "", 0))
-        assert {liar.read()[0], liar.read()[0]} == {Kind.FAILURE}
+        assert {liar.read()[0], liar.read()[0]} == {FrameKind.FAILURE}
     still_works()
 
 
 def test_nobody_reaches_a_barrier_for_another(agent: Agent) -> None:
     with lying_member(agent) as liar:
         liar.send(Barrier("shutdown/0", "alone", 0))
-        assert liar.read()[0] == Kind.FAILURE
+        assert liar.read()[0] == FrameKind.FAILURE
 
 
 def test_shutdown_after_a_malformed_barrier(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.rpc.current import require_agent
-from telegrad.transport.device_blocks import budget, collect
+from telegrad.transport.device.blocks import budget, collect
 from tests.cluster import Cluster
 from tests.cuda.helpers import channel_to, echo, warm
 from tests.waiting import wait_until

@@ -8,7 +8,7 @@ import pytest
 
 from telegrad import rpc
 from telegrad.errors import SerializationError, WorkerDied
-from telegrad.rref import References
+from telegrad.rref import RRefContext
 from tests.cluster import cluster, process, serve
 from tests.distributed.test_rref import (
     Counter,
@@ -139,7 +139,7 @@ def test_a_reference_after_shutdown(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.slow
 def test_values_still_named_at_the_end_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(References, "ignore_leaks", False)
+    monkeypatch.setattr(RRefContext, "ignore_leaks", False)
     monkeypatch.setattr("telegrad.rref.closing._PATIENCE", 0.2)
     with pytest.raises(RuntimeError, match=r"Leaking RRef: worker 'worker0'.*a int, by worker1"):
         leave_a_value_behind()

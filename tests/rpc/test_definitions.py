@@ -13,7 +13,7 @@ from telegrad.rpc.request import Request
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import pack
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Frame, FrameKind
 from telegrad.wire.messages import AnyMessage, AutogradMetadata, PythonCall, PythonRemoteCall, RpcWithAutograd
 from tests.rpc.quiet import Events, quiet_runtime, serve_with
 
@@ -35,7 +35,7 @@ class Quiet:
     """A connection over which these messages have come, and nothing more will."""
 
     def __init__(self, *messages: AnyMessage) -> None:
-        self._frames = [Frame(Kind.REQUEST, i + 1, 0, m, (), (), b"", None, 0) for i, m in enumerate(messages)]
+        self._frames = [Frame(FrameKind.REQUEST, i + 1, 0, m, (), (), b"", None, 0) for i, m in enumerate(messages)]
         self.stream = SimpleNamespace(fileno=lambda: 0, readable=lambda _: bool(self._frames))
         self.copier = SimpleNamespace()
 

@@ -12,7 +12,7 @@ from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.devices import Placement, check_maps
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Member
-from telegrad.wire.specs import TensorSpec
+from telegrad.wire.tensor.specs import TensorSpec
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def specs(*devices: str) -> list[TensorSpec]:
 
 
 def placed(options: RpcBackendOptions, me: Member, peer: Member, *devices: str, reply: bool = False) -> list[str]:
-    found, _ = Placement(options, me).place(peer, [], specs(*devices), [], reply)
+    found, _ = Placement(options, me).apply(peer, [], specs(*devices), [], reply)
     return [spec.device for spec in found]
 
 

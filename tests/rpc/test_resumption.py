@@ -22,7 +22,7 @@ from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Frame, FrameKind
 from telegrad.wire.messages import Ack, AnyMessage, CancelCall, CleanupAutogradContext, Ping
 from tests.exploring import Chance, explore
 from tests.rpc.quiet import Events, quiet_runtime, serve_with
@@ -154,10 +154,10 @@ class World(Events):
 
     def serve(self, request: Request) -> None:
         if type(request.message) is Ping:
-            self.session.reply(Kind.REPLY, request.frame.request_id, Ack())
+            self.session.reply(FrameKind.REPLY, request.frame.request_id, Ack())
             return
         number = request.message.context_id  # type: ignore[union-attr]
-        if request.frame.kind == Kind.NOTICE:
+        if request.frame.kind == FrameKind.NOTICE:
             self.noticed[number] += 1
             return
         self.ran[number] += 1
@@ -237,7 +237,7 @@ class World(Events):
 
     def answer(self, number: int) -> None:
         request = self.running.pop(number)
-        self.session.reply(Kind.REPLY, request.frame.request_id, CleanupAutogradContext(number, ()))  # type: ignore[arg-type]
+        self.session.reply(FrameKind.REPLY, request.frame.request_id, CleanupAutogradContext(number, ()))  # type: ignore[arg-type]
 
     def deadline(self, slot: Slot) -> None:
         self.left["deadline"] -= 1

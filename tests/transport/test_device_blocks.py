@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from telegrad.errors import ProtocolError
-from telegrad.transport import device_blocks
 from telegrad.transport.blocks.mapping import Mapping
-from telegrad.transport.device_blocks import (
+from telegrad.transport.device import blocks as device_blocks
+from telegrad.transport.device.blocks import (
     SLAB,
     Announcement,
     DeviceBlock,
@@ -26,7 +26,7 @@ from telegrad.transport.device_blocks import (
     DeviceSegment,
     NoRoom,
 )
-from telegrad.transport.device_flags import Flags, Page, Promise, watch
+from telegrad.transport.device.flags import Flags, Page, Promise, keep_promises
 from tests.waiting import wait_until
 
 MEMORY = 64 * SLAB
@@ -210,7 +210,7 @@ def test_numbers_count_in_a_circle(page: Page, cuda: Noted) -> None:
 def test_what_a_dead_peer_promised_is_written_after_it_was_spoiled(page: Page, cuda: Noted) -> None:
     flag = Flags(page).take()
     seen: list[bool] = []
-    watch([Promise(flag.written, 3, lambda: seen.append(flag.written.has_reached(3)))], lambda: True)
+    keep_promises([Promise(flag.written, 3, lambda: seen.append(flag.written.has_reached(3)))], lambda: True)
     wait_until(lambda: flag.written.has_reached(3))
     assert seen == [False]
 
@@ -226,6 +226,6 @@ def test_a_living_peer_keeps_its_promise_itself(page: Page, cuda: Noted) -> None
             flag.written.set(1)
         return False
 
-    watch([Promise(flag.written, 1, lambda: spoiled.append(1))], peer_is_gone)
+    keep_promises([Promise(flag.written, 1, lambda: spoiled.append(1))], peer_is_gone)
     wait_until(lambda: len(gone) >= 3)
     assert flag.written.has_reached(1) and not spoiled

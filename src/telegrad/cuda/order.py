@@ -4,7 +4,7 @@
   everything that had been answered here before it arrived, and that its caller may therefore know of: earlier requests,
   earlier passes, and what lies on the default stream.
 - A backward pass has streams of its own, too, whichever threads run its parts.
-- A message carries an event for its memory (`transport/device_blocks.py`), so what the sender had enqueued is done
+- A message carries an event for its memory (`transport/device/blocks.py`), so what the sender had enqueued is done
   before the receiver's stream reads it.
 - A value that waits for whoever comes for it, in a future or behind a reference, has a `Mark` of the streams it was
   made on.

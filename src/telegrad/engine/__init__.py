@@ -20,7 +20,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Served
 from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
-from telegrad.rref.reference import BackwardRunner, RRef
+from telegrad.rref.rref import BackwardRunner, RRef
 from telegrad.wire.messages import (
     AbortPass,
     BeginPass,

@@ -15,10 +15,10 @@ from torch import Tensor
 from telegrad.cuda import order
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Member
-from telegrad.transport.device_blocks import budget
-from telegrad.wire.segments import Segment
-from telegrad.wire.specs import TensorSpec
-from telegrad.wire.tensors import describe
+from telegrad.transport.device.blocks import budget
+from telegrad.wire.tensor.segments import Segment
+from telegrad.wire.tensor.specs import TensorSpec
+from telegrad.wire.tensor.tensors import describe
 
 Memory: TypeAlias = Sequence[Segment] | bytes
 
@@ -46,7 +46,7 @@ class Placement:
             order.activate()
         budget.share = options.cuda_memory_share
 
-    def place(
+    def apply(
         self, peer: Member, tensors: Sequence[Tensor], specs: list[TensorSpec], memory: Memory, reply: bool = False
     ) -> tuple[list[TensorSpec], Memory]:
         """The specs of tensors for `peer`, with the devices they will have there, and their memory.

@@ -22,7 +22,7 @@ from telegrad.errors import RemoteError, TelegradError
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.wire.codec import pack, unpack
 from telegrad.wire.messages import ExceptionReply
-from telegrad.wire.tensors import disassemble
+from telegrad.wire.tensor.tensors import disassemble
 
 log = logging.getLogger("telegrad.rpc")
 

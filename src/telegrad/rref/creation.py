@@ -16,16 +16,16 @@ from telegrad.rpc.workers import Member
 from telegrad.rref.outcome import Outcome
 
 if TYPE_CHECKING:
-    from telegrad.rref.references import References
+    from telegrad.rref.rref_context import RRefContext
 
 
 class Creation:
     """What became of one call of `remote`."""
 
-    __slots__ = ("__weakref__", "_func", "_keep", "_references", "_to", "deadline", "outcome", "timeout")
+    __slots__ = ("__weakref__", "_func", "_keep", "_rrefs", "_to", "deadline", "outcome", "timeout")
 
-    def __init__(self, references: "References", to: Member, func: Any, timeout: float, keep: Any) -> None:
-        self._references = references
+    def __init__(self, rrefs: "RRefContext", to: Member, func: Any, timeout: float, keep: Any) -> None:
+        self._rrefs = rrefs
         self._to = to
         self._func = func
         self._keep = keep
@@ -33,10 +33,10 @@ class Creation:
         self.deadline = time.monotonic() + timeout
         self.outcome = Outcome()
 
-    def watch(self) -> None:
-        """Have the deadline minded."""
+    def start_timeout(self) -> None:
+        """From now on the creation fails at its deadline."""
         if self.timeout > 0 and not self.outcome.done:
-            self._references.deadlines.add(self)
+            self._rrefs.deadlines.add(self)
 
     def done(self) -> None:
         """The owner has run the call."""

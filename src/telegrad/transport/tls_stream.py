@@ -4,8 +4,8 @@
 large message is encrypted many records at a time and written in large pieces, and what the socket has is read in large
 pieces before it is decrypted (`docs/decisions/0013-tls-in-memory.md` has the figures).
 
-OpenSSL allows one thread at a time in a connection: each step of it is taken under `_step`. What is written may wait
-for the peer, and does so outside of it.
+OpenSSL allows one thread at a time in a connection, its two buffers included: each step is taken under `_step`. What is
+written may wait for the peer, and does so outside of it.
 """
 
 import select
@@ -112,31 +112,30 @@ class TlsStream(SocketStream):
         raw = self._raw
         if limit > len(raw) < _READ_LARGE:
             self._raw = raw = memoryview(bytearray(_READ_LARGE))
-        incoming, step = self._incoming, self._step
+        incoming = self._incoming
         read: Callable[..., Any] = self._tls.read  # into a buffer it returns a count, of which its type says nothing
         try:
             while True:
-                drained = False
+                came = 0
                 if not self.pending:
                     came = self._read_raw(raw)
                     if came <= 0:
                         return count or came
-                    incoming.write(raw[:came])
-                    drained = came < len(raw)
                 try:
-                    while True:
-                        with step:
+                    with self._step:
+                        if came:
+                            incoming.write(raw[:came])
+                        left = 1
+                        while left:
                             count += read(_RECORD, view[count : count + _RECORD])
-                        if count == limit:
-                            with step:
-                                self.pending = incoming.pending + self._tls.pending()
-                            return count
-                        if not incoming.pending:
-                            break
+                            left = incoming.pending
+                            if count >= limit:
+                                self.pending = left + self._tls.pending()
+                                return count
                 except ssl.SSLWantReadError:  # the rest is a part of a record
                     pass
                 self.pending = 0
-                if drained:
+                if came < len(raw):  # the socket has no more
                     return count or -1
         except ssl.SSLZeroReturnError:
             self.pending = 1 if count else 0
@@ -163,11 +162,13 @@ class TlsStream(SocketStream):
             while at < end:
                 with self._step:
                     at += self._tls.write(view[at : at + _WRITE_AT_ONCE])
-                if self._outgoing.pending >= _WRITE_AT_ONCE:
-                    self._send_encrypted(self._outgoing.read(), deadline, blocked)
+                    encrypted = self._outgoing.read() if self._outgoing.pending >= _WRITE_AT_ONCE else b""
+                if encrypted:
+                    self._send_encrypted(encrypted, deadline, blocked)
         with self._step:
             encrypted = self._outgoing.read()
-        self._send_encrypted(encrypted, deadline, blocked)
+        if encrypted:
+            self._send_encrypted(encrypted, deadline, blocked)
 
     def _send_encrypted(self, encrypted: bytes, deadline: float | None, blocked: Callable[[], None]) -> None:
         try:

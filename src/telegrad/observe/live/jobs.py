@@ -22,7 +22,7 @@ def folder() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(base, "telegrad") if base else Path(tempfile.gettempdir(), f"telegrad-{os.getuid()}")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = path.stat()
+    state = path.lstat()  # not what somebody else made it point to
     if state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise PermissionError(f"{path} is not this user's alone; remove it")
     return path

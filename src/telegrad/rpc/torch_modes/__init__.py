@@ -1,0 +1,1 @@
+"""What of torch belongs to one process or thread, and how a call deals with it: autocast, torch.compile, seeds."""
