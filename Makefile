@@ -17,7 +17,7 @@ CASES  ?=
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test test-engines engines check format bench conformance chaos docs clean
+.PHONY: help demo test test-engines engines check format bench conformance chaos docs ptx clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -63,6 +63,11 @@ chaos: $(VENV)/.installed-dev  ## kills, cuts, fuzzing and soak at full length
 
 docs: $(VENV)/.installed-docs  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+# An old version of PTX on purpose: the kernel needs nothing newer, and drivers refuse versions newer than themselves.
+ptx:  ## the kernel of CUDA messages from its source; needs nvcc
+	nvcc -arch=compute_75 -ptx -O3 src/telegrad/cuda/copy_kernel.cu -o - | sed -e '/^\/\//d' -e 's/^\.version .*/.version 6.5/' \
+	  | sed -e '1i // Made from copy_kernel.cu by `make ptx`.' -e '/./,$$!d' > src/telegrad/cuda/copy_kernel.ptx
 
 clean:  ## what the other targets wrote, except .venv
 	rm -rf build dist site bench-output demo-output examples-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -200,7 +200,7 @@ def test_a_forged_restart_is_not_believed(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_the_store_listens_where_it_was_told() -> None:
-    """It listened on all interfaces, and so did its beacon."""
+    """It listened on all interfaces, and so did its monitor port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

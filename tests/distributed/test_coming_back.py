@@ -125,7 +125,7 @@ def test_the_first_rank_comes_back_while_others_wait_in_their_shutdown(anywhere:
         started += [process(serve_then_shut_down, f"w{rank}", rank, 3, anywhere) for rank in (0, 1)]
         join("w2", 2, 3, anywhere, {})
         rpc.rpc_sync("w0", who)
-        rpc.rpc_sync("w1", go)  # it waits at w0, then keeps the book itself, then has to leave that to w0 again
+        rpc.rpc_sync("w1", go)  # it waits at w0, then coordinates itself, then has to leave that to w0 again
         started[0].kill()
         started[0].join()
         started[0] = process(serve_then_shut_down, "w0", 0, 3, anywhere)

@@ -25,6 +25,7 @@ import ray, torch
 from telegrad import autograd, rpc
 from telegrad.errors import TelegradError, WorkerDied
 from telegrad.launch.ray import join, ray_cluster
+from telegrad.observe.attach import attached
 
 def who():
     return rpc.get_worker_info().name, os.getpid()
@@ -41,6 +42,8 @@ with ray_cluster(workers=2, resources={"CPU": 0.5}, max_restarts=2) as cluster:
     report["who"] = [rpc.rpc_sync(name, who)[0] for name in cluster.names]
     report["between"] = rpc.rpc_sync("worker0", rpc.rpc_sync, ("worker1", who))[0]
     report["by handle"] = ray.get(cluster.actors["worker1"].run.remote(who))[0]
+    with attached(str(os.getpid())) as observer:
+        report["observed"] = [member.name for member in observer.directory.members()]
     rref = rpc.remote("worker1", torch.ones, args=(2,))
     rref.to_here()
     before = rpc.rpc_sync("worker1", who)[1]
@@ -153,6 +156,7 @@ def test_an_actor_is_killed_and_comes_back_under_its_name(tmp_path: Path) -> Non
     assert report == {
         "who": ["worker0", "worker1"],
         "between": "worker1",
+        "observed": ["worker0", "worker1", "driver"],
         "by handle": "worker1",
         "another process": True,
         "lost": "worker1",

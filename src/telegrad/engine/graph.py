@@ -111,7 +111,8 @@ class Graph:
     def _run_with_leaves(self, roots: list[Root], variables: list[Tensor]) -> None:
         self._hand_over_large(roots)
         if self._sums:
-            roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
+            sums = self._sums.root()  # kept until the call returns: in inference mode an edge does not keep its node
+            roots = [*roots, (get_gradient_edge(sums), torch.empty(0))]
         if not roots:
             return
         shared = may_share(self.edges, self.leaves) if len(variables) > 1 else None

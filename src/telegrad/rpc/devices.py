@@ -61,7 +61,7 @@ class Placement:
         for spec in specs:
             target = table.get(spec.device, spec.device if spec.device in _EVERYWHERE else None)
             if target is None:
-                raise self._unmapped(spec.device, peer)
+                raise self._unmapped(spec.device, peer, reply)
             placed.append(spec if target == spec.device else msgspec.structs.replace(spec, device=target))
         return placed, memory
 
@@ -82,12 +82,14 @@ class Placement:
         self._tables[peer.incarnation, reply] = (peer, table)
         return table
 
-    def _unmapped(self, device: str, peer: Member) -> RuntimeError:
+    def _unmapped(self, device: str, peer: Member, reply: bool) -> RuntimeError:
         hint = "" if not self._same_gpu else " That worker does not see the same GPU, either."
+        what = "Response" if reply else "Request"
         return RuntimeError(
             "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before "
             f"sending them over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly "
-            f"configure device mapping. {device} has no counterpart on worker {peer.name!r}.{hint}"
+            f"configure device mapping. {what} device mapping is not available for destination {peer.name}, but found "
+            f"tensor on device: {device}.{hint}"
         )
 
 

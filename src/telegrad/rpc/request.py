@@ -60,6 +60,7 @@ class Request:
     on_tensors: Any = None
     on_reply: Any = None
     scope: Any = None
+    on_lane = False  # whether it has streams of its own, with CUDA tensors
     _came: frozenset[int] = frozenset()  # the storages of large tensors that came with it
 
     def __init__(self, session: AnswersTo, frame: Frame) -> None:

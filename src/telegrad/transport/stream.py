@@ -128,7 +128,7 @@ class SocketStream:
                 if left is not None and left <= 0:
                     if begun:
                         self._break()
-                    raise TimeoutError("the peer does not take in what is sent to it") from None
+                    raise TimeoutError("the peer does not read what is sent to it") from None
                 writable = select.poll()
                 writable.register(self._socket, select.POLLOUT)
                 writable.poll(None if left is None else left * 1000 + 1)

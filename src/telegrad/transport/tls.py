@@ -26,7 +26,7 @@ class Tls(NamedTuple):
 
     The certificate's common name, or one of its DNS names, is the worker's name.
 
-    Example:
+    Examples:
         >>> tls = rpc.Tls(cert="worker0.crt", key="worker0.key", ca="job.crt")
     """
 

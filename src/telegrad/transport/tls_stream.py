@@ -184,4 +184,4 @@ class TlsStream(SocketStream):
             writable = select.poll()
             writable.register(self._fileno, select.POLLOUT)
             if not writable.poll(0):
-                raise TimeoutError("the peer does not take in what is sent to it")
+                raise TimeoutError("the peer does not read what is sent to it")

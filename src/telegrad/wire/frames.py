@@ -90,6 +90,7 @@ class Frame(msgspec.Struct, eq=False):
     data_offset: int
     buffers: Sequence[Any] = ()
     arrived: int = 0  # set by who reads it, where the order of work on a GPU depends on it
+    read_at: float = 0.0  # when, if that is still to be recorded
 
     def take_tensors(self) -> list[Tensor]:
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""

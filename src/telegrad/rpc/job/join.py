@@ -68,7 +68,7 @@ def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
         except RuntimeError as error:  # torch's own: the store has ended
             if given or store_host.endpoint_in(options.init_method) is None or time.monotonic() >= deadline:
                 raise RendezvousError(f"the rendezvous store {options.init_method!r} failed: {error}") from error
-            log.info("the rendezvous store %r closed as worker %r came; it comes again", options.init_method, name)
+            log.info("the rendezvous store %r closed while worker %r joined; it tries again", options.init_method, name)
             store = None
 
 

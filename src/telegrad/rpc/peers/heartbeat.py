@@ -53,7 +53,7 @@ def cannot_answer(member: Member, error: OSError) -> bool:
 
 
 class Heartbeat(Layer):
-    """The watch of one agent over the workers it expects something of."""
+    """Asks the workers that one agent expects something of whether they live."""
 
     def __init__(self, runtime: Runtime, me: Member, directory: Directory, peers: Peers) -> None:
         self._runtime = runtime
@@ -123,7 +123,10 @@ class Heartbeat(Layer):
             return
         caller = session.member
         member = self._directory.by_id(caller.worker_id) or caller
-        if member.incarnation != caller.incarnation or not member.addresses:
+        if not member.addresses:  # an observer: it is no member, and nobody misses it
+            self._peers.lost(caller, f"{caller.name!r} closed its connection", departed=True)
+            return
+        if member.incarnation != caller.incarnation:
             self._peers.lost(caller, f"worker {caller.name!r} closed its connection and was replaced")
             return
         link = self._peers.link(member)

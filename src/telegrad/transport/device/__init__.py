@@ -1,1 +1,1 @@
-"""Tensors on GPUs between two processes of one host: blocks of device memory, and who may use one when."""
+"""CUDA tensors between workers on one host: blocks of device memory, lent and borrowed over one connection."""

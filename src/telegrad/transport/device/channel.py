@@ -13,21 +13,16 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from telegrad.cuda import order
+from telegrad.cuda.copy_kernel import Piece, copy_and_tell
 from telegrad.cuda.runtime import CudaError, runtime
-from telegrad.transport.device.blocks import (
-    FIRST_NAME,
-    Announcement,
-    DeviceBlock,
-    DeviceBorrower,
-    DeviceLender,
-    NoRoom,
-    gpu_id,
-)
+from telegrad.transport.device.blocks import FIRST_NAME, Announcement, DeviceBlock, NoRoom, gpu_id
+from telegrad.transport.device.borrowing import DeviceBorrower
 from telegrad.transport.device.flags import Flags, Page
+from telegrad.transport.device.lending import DeviceLender
 from telegrad.wire.block_notices import (
     AnnounceDeviceBlock,
     DeviceBlockOpened,
-    ReleaseDeviceBlocks,
+    DeviceBlocksClosed,
     RetireDeviceBlocks,
 )
 from telegrad.wire.frames import SegmentSpec, align
@@ -37,7 +32,7 @@ from telegrad.wire.tensor.specs import TensorSpec
 
 log = logging.getLogger("telegrad.transport")
 
-DEVICE_NOTICES = (AnnounceDeviceBlock, DeviceBlockOpened, ReleaseDeviceBlocks, RetireDeviceBlocks)
+DEVICE_NOTICES = (AnnounceDeviceBlock, DeviceBlockOpened, DeviceBlocksClosed, RetireDeviceBlocks)
 
 
 class _Peer(Enum):
@@ -95,16 +90,16 @@ class DeviceChannel:
             if block is None:
                 continue
             stream = order.current_stream(device)
-            cuda = runtime()
             if block.uses > 1 and not block.flag.read.has_reached(block.uses - 1):
-                cuda.wait_value(stream, block.flag.read.on_device, block.uses - 1)
+                runtime().wait_value(stream, block.flag.read.on_device, block.uses - 1)
             offset = 0
+            pieces = []
             for index in indices:
                 segment = segments[index]
-                cuda.copy(block.address + offset, segment.address, segment.nbytes, stream)
+                pieces.append(Piece(segment.address, block.address + offset, segment.nbytes))
                 placed[index] = SegmentSpec(segment.nbytes, block.name, offset)
                 offset += align(segment.nbytes)
-            cuda.write_value(stream, block.flag.written.on_device, block.uses)
+            copy_and_tell(device, stream, pieces, block.flag.written.on_device, block.uses, block.counter)
         return placed
 
     def _block(self, device: int, nbytes: int) -> DeviceBlock | None:
@@ -133,8 +128,7 @@ class DeviceChannel:
             return
         self._asked[block.number] = device
         self._announce(block, ask=True)
-        block.uses = 0  # it was only shown: nobody will read it
-        self.lender.give_back((block.number,))
+        block.uses = 0  # it was only shown: nobody will read it, and it is free again
 
     def _announce(self, block: DeviceBlock, ask: bool) -> None:
         block.announced = True
@@ -156,8 +150,8 @@ class DeviceChannel:
 
     def heard(self, message: AnyMessage) -> None:
         """One of `DEVICE_NOTICES` came."""
-        if type(message) is ReleaseDeviceBlocks:
-            self.lender.give_back(message.blocks)
+        if type(message) is DeviceBlocksClosed:
+            self.lender.closed(message.blocks)
         elif type(message) is RetireDeviceBlocks:
             self.borrower.retire(message.blocks)
         elif type(message) is AnnounceDeviceBlock:
@@ -194,17 +188,17 @@ class DeviceChannel:
     @property
     def has_news(self) -> bool:
         """Whether the peer should be told something."""
-        return bool(self.borrower.released) or self.lender.has_retired
+        return bool(self.borrower.closed) or self.lender.has_retired
 
     def news(self) -> list[AnyMessage]:
         """What to tell it; each is told once."""
         numbers = []
-        while self.borrower.released:
+        while self.borrower.closed:
             try:
-                numbers.append(self.borrower.released.popleft())
+                numbers.append(self.borrower.closed.popleft())
             except IndexError:  # another thread took the last one
                 break
-        messages: list[AnyMessage] = [ReleaseDeviceBlocks(tuple(numbers))] if numbers else []
+        messages: list[AnyMessage] = [DeviceBlocksClosed(tuple(numbers))] if numbers else []
         if self.lender.has_retired:
             messages.append(RetireDeviceBlocks(self.lender.retired()))
         return messages

@@ -22,7 +22,7 @@ from telegrad.transport.blocks.mapping import Mapping
 
 log = logging.getLogger("telegrad.transport")
 
-_FLAG_BYTES = 16  # two numbers; the rest keeps neighbours apart
+_FLAG_BYTES = 16  # three numbers; the rest keeps neighbours apart
 _SOON_SECONDS = 50e-6
 _LOOK_SECONDS = 0.02
 _GRACE_SECONDS = 0.5  # for what a process that has ended had begun on the GPU
@@ -72,6 +72,7 @@ class Flag(NamedTuple):
     place: int
     written: Number
     read: Number
+    let_go: Number  # set by the reader's process once its copy is enqueued: the block may be lent again
 
 
 class Flags:
@@ -98,10 +99,10 @@ class Flags:
             raise ProtocolError(f"the peer named flag {place} of {self._count}")
         offset = place * _FLAG_BYTES
         mapping = self._page.mapping
-        written, read = [
-            Number(mapping, mapping.address + offset + more, self._pinned + offset + more) for more in (0, 4)
+        written, read, let_go = [
+            Number(mapping, mapping.address + offset + more, self._pinned + offset + more) for more in (0, 4, 8)
         ]
-        return Flag(self._page.number, place, written, read)
+        return Flag(self._page.number, place, written, read, let_go)
 
 
 class Promise(NamedTuple):

@@ -1,11 +1,13 @@
-"""The commonest message with CUDA tensors: each contiguous, with a storage of its own, all of it on the GPU on arrival.
+"""The commonest message with CUDA tensors: each with a storage of its own and no gaps in it, all on the GPU on arrival.
 
-Everything else about tensors on a GPU goes the general way, as on the host.
+Contiguous ones, transposed ones, and expanded ones, as the gradient of a sum is. Everything else about tensors on a GPU
+goes the general way, as on the host.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.nn import Parameter
 
 from telegrad.cuda import order
 from telegrad.wire.tensor.assembly import checked_size, dtype_of, finish
-from telegrad.wire.tensor.segments import Segment
+from telegrad.wire.tensor.segments import Segment, element_span
 from telegrad.wire.tensor.small import PLAIN_CODES
 from telegrad.wire.tensor.specs import QUANTIZED_DTYPES, Flag, TensorSpec
 
@@ -23,6 +25,7 @@ from telegrad.wire.tensor.specs import QUANTIZED_DTYPES, Flag, TensorSpec
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
 _PARAMETER = int(Flag.PARAMETER)
 _SIMPLE_FLAGS = _REQUIRES_GRAD | _PARAMETER
+_MOST_STRIDE = 2**40  # no GPU has as much memory
 
 
 def describe_on_device(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]] | None:
@@ -30,6 +33,7 @@ def describe_on_device(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], lis
     specs: list[TensorSpec] = []
     segments: list[Segment] = []
     storages = set()
+    strides: tuple[int, ...]
     try:
         for index, tensor in enumerate(tensors):
             cls = type(tensor)
@@ -38,10 +42,17 @@ def describe_on_device(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], lis
                 or not tensor.is_cuda
                 or tensor.layout is not torch.strided
                 or tensor.is_nested
-                or not tensor.is_contiguous()
                 or tensor.is_neg()
+                or tensor.is_conj()
             ):
                 return None
+            if tensor.is_contiguous():
+                strides, nbytes = (), tensor.nbytes
+            else:
+                strides = tensor.stride()
+                nbytes = _span_without_gaps(tensor.shape, strides) * tensor.itemsize
+                if not nbytes:
+                    return None
             code = PLAIN_CODES.get(tensor.dtype)
             storages.add(tensor.untyped_storage()._cdata)
             address = tensor.data_ptr()
@@ -52,8 +63,8 @@ def describe_on_device(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], lis
             flags = _REQUIRES_GRAD if tensor.requires_grad else 0
             if cls is Parameter:
                 flags |= _PARAMETER
-            specs.append(TensorSpec(0, code, tuple(tensor.shape), (), 0, index, flags, _name_of(device)))
-            segments.append(Segment(address, tensor.nbytes, tensor, False, device))
+            specs.append(TensorSpec(0, code, tuple(tensor.shape), strides, 0, index, flags, _name_of(device)))
+            segments.append(Segment(address, nbytes, tensor, False, device))
     except RuntimeError:
         return None  # torch refused to show this tensor's memory; the general way tells why
     return specs, segments
@@ -69,7 +80,6 @@ def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> li
             or not hasattr(buffers[index], "copy_to")
             or not spec.device.startswith("cuda:")
             or spec.kind
-            or spec.strides
             or spec.offset
             or spec.parts
             or spec.scalars
@@ -77,16 +87,43 @@ def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> li
         ):
             return None
         dtype, nbytes = simple_form(spec.dtype, spec.shape)
+        if spec.strides and nbytes:
+            nbytes = _strided_bytes(spec.shape, spec.strides, dtype.itemsize)
         device = _device_of(spec.device)
         if not nbytes or nbytes != buffers[index].nbytes or device is None:
             return None
         forms.append((dtype, device))
     tensors = []
-    for spec, buffer, (dtype, device) in zip(specs, buffers, forms, strict=False):
-        tensor = torch.empty(spec.shape, dtype=dtype, device=device)
-        buffer.copy_to(tensor.data_ptr(), device)
-        tensors.append(finish(tensor, spec.flags) if spec.flags else tensor)
-    return tensors
+    for spec, (dtype, device) in zip(specs, forms, strict=True):
+        if spec.strides:
+            tensors.append(torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=device))
+        else:
+            tensors.append(torch.empty(spec.shape, dtype=dtype, device=device))
+    _fill(tensors, buffers[: len(tensors)])
+    return [finish(tensor, spec.flags) if spec.flags else tensor for spec, tensor in zip(specs, tensors, strict=True)]
+
+
+def _fill(tensors: Sequence[Tensor], buffers: Sequence[Any]) -> None:
+    """Copy what came into the tensors: as one, where all of it came in one block and goes to one GPU."""
+    loan, device = buffers[0].loan, tensors[0].device
+    if all(buffer.loan is loan for buffer in buffers) and all(tensor.device == device for tensor in tensors):
+        loan.copy_all(buffers, [tensor.data_ptr() for tensor in tensors], device)
+        return
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        buffer.copy_to(tensor.data_ptr(), tensor.device)
+
+
+def _span_without_gaps(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The elements that a strided tensor reaches if they fill the memory from the first to the last; else 0."""
+    span = element_span(shape, strides)
+    return span if span == math.prod(size for size, stride in zip(shape, strides, strict=True) if stride) else 0
+
+
+def _strided_bytes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """The bytes of memory that torch gives a tensor of these strides; 0 for those the general way has to look at."""
+    if len(strides) != len(shape) or any(not 0 <= stride <= _MOST_STRIDE for stride in strides):
+        return 0
+    return element_span(shape, strides) * itemsize
 
 
 @functools.lru_cache(maxsize=64)

@@ -39,6 +39,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _MARKER_SECONDS = 5.0
 _FIRST_NOTICE = 5.0  # seconds of waiting after which a line says for whom; then after twice as many each time
 _COMPLAINTS_SECONDS = 0.5  # between looks for workers that were turned away
+NAMESPACE_KEY = "namespace"  # of the part of a launcher's store that counts now, for those who look from outside
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Member).decode
@@ -113,6 +114,8 @@ class MemberLog:
             self._forget_reading()
             self._complaints_read = 0
             self.is_first = int(self._log.add("visits", 1)) == 1
+            if self.is_first and (part := store_host.namespace(store)) != "telegrad":
+                Prefixed("telegrad", store).set(NAMESPACE_KEY, part)
             say_again()
 
     def _check_job(self, ours: Prefixed, store: Any) -> None:

@@ -125,9 +125,9 @@ class StoreRecovery:
             # itself, and who is silent is gone.
             for member in agent.directory.members():
                 if member.incarnation != agent.member.incarnation:
-                    self._member_log.publish(as_hearsay(member))
+                    self._member_log.publish(as_relayed(member))
 
 
-def as_hearsay(member: Member) -> Member:
+def as_relayed(member: Member) -> Member:
     """A record as somebody else repeats it."""
-    return msgspec.structs.replace(member, hearsay=True)
+    return msgspec.structs.replace(member, relayed=True)

@@ -14,19 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from telegrad.cuda import copy_kernel
+from telegrad.cuda.runtime import CudaError
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.mapping import Mapping
-from telegrad.transport.device import blocks as device_blocks
-from telegrad.transport.device.blocks import (
-    SLAB,
-    Announcement,
-    DeviceBlock,
-    DeviceBorrower,
-    DeviceLender,
-    DeviceSegment,
-    NoRoom,
-)
+from telegrad.transport.device import blocks, borrowing, leftovers
+from telegrad.transport.device.blocks import SLAB, Announcement, DeviceBlock, NoRoom
+from telegrad.transport.device.borrowing import DeviceBorrower, DeviceSegment
 from telegrad.transport.device.flags import Flags, Page, Promise, keep_promises
+from telegrad.transport.device.lending import DeviceLender
 from tests.waiting import wait_until
 
 MEMORY = 64 * SLAB
@@ -62,6 +58,9 @@ class Noted:
     def close_memory(self, address: int) -> None:
         self.opened.remove(address)
 
+    def load_kernel(self, code: bytes, name: bytes) -> int:
+        raise CudaError("no kernels here")  # so its work is asked for in calls, which are noted
+
     def copy(self, *call: Any) -> None:
         self.calls.append(("copy", *call))
 
@@ -78,17 +77,20 @@ class Noted:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     noted = Noted()
-    monkeypatch.setattr(device_blocks, "runtime", lambda: noted)
-    monkeypatch.setattr(device_blocks, "visible_gpus", lambda: ("a gpu",))
-    monkeypatch.setattr(device_blocks, "budget", device_blocks.Budget())
-    monkeypatch.setattr(device_blocks, "_exported", {})
-    monkeypatch.setattr(device_blocks, "_collect_later", lambda: None)
-    monkeypatch.setattr(device_blocks.order, "current_stream", lambda _: 7)
+    for module in (blocks, borrowing):
+        monkeypatch.setattr(module, "runtime", lambda: noted)
+    monkeypatch.setattr(copy_kernel, "runtime", lambda: noted)
+    monkeypatch.setattr(copy_kernel, "_kernels", {})
+    monkeypatch.setattr(borrowing, "visible_gpus", lambda: ("a gpu",))
+    monkeypatch.setattr(blocks, "budget", blocks.Budget())
+    monkeypatch.setattr(leftovers, "_collect_later", lambda: None)
+    monkeypatch.setattr(borrowing.order, "current_stream", lambda _: 7)
     monkeypatch.setattr("telegrad.cuda.host.pinned", lambda mapping: mapping.address)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     yield noted
-    device_blocks._unclosed.clear()
-    device_blocks._left.clear()
+    leftovers._unclosed.clear()
+    leftovers._left.clear()
+    blocks.exported.clear()
 
 
 @pytest.fixture
@@ -106,31 +108,31 @@ def announced(block: DeviceBlock) -> Announcement:
     return Announcement(block.number, block.size, "a gpu", block.offset, block.slab.handle, block.flag)
 
 
-def borrower_of(*blocks: DeviceBlock) -> DeviceBorrower:
-    device_blocks._exported.clear()  # as in another process
+def borrower_of(*lent: DeviceBlock) -> DeviceBorrower:
+    blocks.exported.clear()  # as in another process
     made = DeviceBorrower()
-    for block in blocks:
+    for block in lent:
         assert made.open(announced(block)) == ""
     return made
 
 
 def test_small_blocks_share_an_allocation_and_are_used_again(lender: DeviceLender, cuda: Noted) -> None:
-    blocks = [lender.take(0, 1000) for _ in range(32)]
+    taken = [lender.take(0, 1000) for _ in range(32)]
     assert list(cuda.memory.values()) == [SLAB]
-    assert len({block.address for block in blocks}) == 32
-    lender.give_back([blocks[5].number])
-    assert lender.take(0, 1000) is blocks[5]
-    assert blocks[5].uses == 2
+    assert len({block.address for block in taken}) == 32
+    taken[5].flag.let_go.set(1)  # as the peer does
+    assert lender.lent() == (31, 31 * taken[0].size)
+    assert lender.take(0, 1000) is taken[5]
+    assert taken[5].uses == 2
     lender.take(0, 1000)
     assert len(cuda.memory) == 2
 
 
-def test_what_was_not_lent_cannot_be_released(lender: DeviceLender) -> None:
+def test_what_was_not_retired_cannot_be_closed(lender: DeviceLender) -> None:
     block = lender.take(0, 1000)
-    lender.give_back([block.number])
     for number in (block.number, 3):
-        with pytest.raises(ProtocolError, match="which it had not been lent"):
-            lender.give_back([number])
+        with pytest.raises(ProtocolError, match="which was not retired"):
+            lender.closed([number])
 
 
 def test_beyond_the_share_there_is_no_room(lender: DeviceLender, cuda: Noted) -> None:
@@ -145,13 +147,13 @@ def test_idle_memory_is_freed_once_the_peer_has_closed_it(lender: DeviceLender, 
     peer = borrower_of(block)
     lender.trim(time.monotonic() + 1)
     assert not lender.has_retired  # it is lent
-    lender.give_back([block.number])
+    peer.borrow(block.name)  # and let go of at once
     lender.trim(time.monotonic() + 1)
     numbers = lender.retired()
     assert numbers == (block.number,) and cuda.memory
     peer.retire(numbers)
     assert not cuda.opened
-    lender.give_back(peer.released)
+    lender.closed(peer.closed)
     assert not cuda.memory and not lender.has_blocks
 
 
@@ -166,10 +168,24 @@ def test_a_loan_waits_copies_and_tells(lender: DeviceLender, cuda: Noted) -> Non
         ("wait", 7, block.flag.written.on_device, 1),
         ("copy", 99, block.address + 64, 100, 7),
     ]
-    assert not peer.released
+    assert lender.lent() == (1, block.size)
     del segment
     assert cuda.calls[-1] == ("write", 7, block.flag.read.on_device, 1)
-    assert list(peer.released) == [block.number]
+    assert lender.lent() == (0, 0)
+
+
+def test_what_is_wanted_of_a_loan_is_copied_and_told_at_once(lender: DeviceLender, cuda: Noted) -> None:
+    block = lender.take(0, 1000)
+    block.flag.written.set(1)
+    loan = borrower_of(block).borrow(block.name)
+    loan.copy_all([loan[0:64], loan[64:164]], [99, 999], torch.device("cuda", 0))
+    assert cuda.calls == [
+        ("copy", 99, block.address, 64, 7),
+        ("copy", 999, block.address + 64, 100, 7),
+        ("write", 7, block.flag.read.on_device, 1),
+    ]
+    del loan
+    assert len(cuda.calls) == 3 and lender.lent() == (0, 0)
 
 
 def test_a_use_is_named_once_and_counted_beyond_what_a_name_holds(lender: DeviceLender) -> None:
