@@ -15,39 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import autograd, rpc
-from telegrad.autograd.registry import registry_of
 from telegrad.errors import CallRefused, ProtocolError, RemoteError, RpcTimeout, SerializationError
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.trust.exports import definition_of
-from telegrad.rpc.trust.guard import ReferenceHolder
 from telegrad.rpc.trust.rate import TokenBucket
-from telegrad.transport.handshake import Hello
 from telegrad.wire import plain
 from telegrad.wire.codec import EMPTY_CALL, pack, pack_plain, unpack
 from telegrad.wire.frames import FrameKind
 from telegrad.wire.messages import (
-    AbortPass,
     AutogradMetadata,
     BeginPass,
-    CleanupAutogradContext,
     DebugWaits,
-    Observe,
-    ParticipantDied,
     PropagateGradients,
     PythonCall,
     PythonRemoteCall,
-    RpcWithAutograd,
-    RpcWithProfiling,
-    RpcWithTrace,
     RRefBackward,
-    RRefCreationFailed,
     RRefFetch,
-    RRefFlush,
-    RRefFlushed,
     RRefForkRequest,
-    RRefUserDelete,
-    TooLateForPass,
-    WithGraph,
 )
 from tests.attacks.strangers import lying_member
 from tests.cluster import end, join, process
@@ -293,92 +277,6 @@ def _attack_alone(folder: str) -> None:
         assert "forward" not in [line for line in report.read_text().splitlines() if "refusal" in line]
     finally:
         rpc.shutdown(graceful=False)
-
-
-# One party opens a context at the worker, and another, with a connection of its own, speaks about it.
-
-OWN, OTHERS = 5 << 48, 6 << 48
-
-
-def _about(context_id: int) -> list[Any]:
-    metadata = AutogradMetadata(context_id, 1)  # type: ignore[arg-type]
-    begin = BeginPass(context_id, 1, 5, False, ())  # type: ignore[arg-type]
-    gradients = PropagateGradients(metadata, 1, 5, False, (), ())  # type: ignore[arg-type]
-    return [
-        begin,
-        gradients,
-        WithGraph(begin, True, False, (), -1),  # type: ignore[arg-type]
-        WithGraph(gradients, True, False, (), -1),  # type: ignore[arg-type]
-        RRefBackward(OWN + 1, context_id, False),  # type: ignore[arg-type]
-        AbortPass(context_id, 1, "liar", "no reason", "alone", 1),  # type: ignore[arg-type]
-        CleanupAutogradContext(context_id, ()),  # type: ignore[arg-type]
-        ParticipantDied(context_id, "alone", 1),  # type: ignore[arg-type]
-        TooLateForPass(metadata, 1),  # type: ignore[arg-type]
-        Observe("status", b""),
-        RpcWithTrace("", (), PythonCall(0, b"", 1.0)),
-        RpcWithProfiling("key", 0, PythonCall(0, b"", 1.0)),
-        DebugWaits(),
-    ]
-
-
-def test_contexts_of_others_are_left_alone(tmp_path: Path) -> None:
-    other = process(_disturb, str(tmp_path))
-    other.join(50)
-    assert other.exitcode == 0
-
-
-def _disturb(folder: str) -> None:
-    rpc.export(forward)
-    limits = rpc.Limits(references=5)
-    join("alone", 0, 1, f"file://{folder}/meeting", {**OPTIONS, "limits": limits, "audit": f"{folder}/audit"})
-    agent = require_agent()
-    registry = registry_of(agent)
-    try:
-        context_id = OTHERS + 7
-        call = RpcWithAutograd(
-            AutogradMetadata(context_id, OTHERS + 1), PythonCall(1, definition_of("forward"), 5.0), False
-        )  # type: ignore[arg-type]
-        x = pack(((torch.ones(1, 3),), {}))
-        hello = Hello(6, "honest", 77, agent.member.incarnation, 1, False, "main", ticket=bytes(16))
-        with lying_member(agent, hello=hello) as honest:
-            honest.send_packed(call, x)
-            assert honest.read()[0] == FrameKind.REPLY
-            assert registry.get(context_id) is not None
-            with lying_member(agent) as liar:
-                for message in _about(context_id):
-                    liar.send(message)
-                    assert liar.read()[0] == FrameKind.FAILURE, message
-                    context = registry.get(context_id)
-                    assert context is not None and context.failure is None and not context.ended, message
-            honest.send(CleanupAutogradContext(context_id, ()))  # type: ignore[arg-type]
-            assert honest.read()[0] == FrameKind.REPLY
-            assert registry.get(context_id) is None
-        _keep_too_much(agent)
-    finally:
-        rpc.shutdown(graceful=False)
-    refused = [json.loads(line) for line in Path(folder, "audit").read_text().splitlines() if '"refusal"' in line]
-    assert sum("own contexts" in line["rule"] for line in refused) >= 7
-
-
-def _keep_too_much(agent: Any) -> None:
-    """References that are said to be gone and are not, or come in another way than by a call."""
-    kept = agent.layers.find(ReferenceHolder)
-    x = pack(((torch.ones(1, 3),), {}))
-    with lying_member(agent) as liar:
-        for number in range(1, 20):
-            rref_id = OWN + number
-            call = PythonRemoteCall(rref_id, OWN + 1000 + number, 1, definition_of("forward"), 5.0)  # type: ignore[arg-type]
-            liar.send_packed(call, x)
-            liar.read()
-            liar.send(RRefUserDelete(((rref_id, OWN + 5000),)))  # type: ignore[arg-type] # a fork that never was
-            liar.read()
-            liar.send(RRefCreationFailed(OWN + 100 + number, OWN + 2000 + number))  # type: ignore[arg-type]
-            liar.read()
-            liar.send(RRefFlushed(1, ((OWN + 200 + number, OWN + 3000 + number),)))  # type: ignore[arg-type]
-            assert liar.read()[0] == FrameKind.FAILURE
-            liar.send(RRefFlush(9 << 10))  # type: ignore[arg-type] # nobody
-            assert liar.read()[0] == FrameKind.FAILURE
-        assert sum(kept.keeps(OWN + number) for number in range(5000)) <= 5
 
 
 def test_a_call_that_nobody_waits_for_can_be_stopped(records: Path, tmp_path: Path) -> None:
