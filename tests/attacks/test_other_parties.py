@@ -68,8 +68,8 @@ def _about(context_id: int) -> list[Any]:
         ParticipantDied(context_id, "alone", 1),  # type: ignore[arg-type]
         TooLateForPass(metadata, 1),  # type: ignore[arg-type]
         Observe("status", b""),
-        RpcWithTrace("", (), PythonCall(0, b"", 1.0)),
-        RpcWithProfiling("key", 0, PythonCall(0, b"", 1.0)),
+        RpcWithTrace("", (), PythonCall(0, b"")),
+        RpcWithProfiling("key", 0, PythonCall(0, b"")),
         DebugWaits(),
     ]
 
@@ -88,9 +88,7 @@ def _disturb(folder: str) -> None:
     registry = registry_of(agent)
     try:
         context_id = OTHERS + 7
-        call = RpcWithAutograd(
-            AutogradMetadata(context_id, OTHERS + 1), PythonCall(1, definition_of("forward"), 5.0), False
-        )  # type: ignore[arg-type]
+        call = RpcWithAutograd(AutogradMetadata(context_id, OTHERS + 1), PythonCall(1, definition_of("forward")), False)  # type: ignore[arg-type]
         x = pack(((torch.ones(1, 3),), {}))
         hello = Hello(6, "honest", 77, agent.member.incarnation, 1, False, "main", ticket=bytes(16))
         with lying_member(agent, hello=hello) as honest:
@@ -120,7 +118,7 @@ def _keep_too_much(agent: Any) -> None:
     with lying_member(agent) as liar:
         for number in range(1, 20):
             rref_id = OWN + number
-            call = PythonRemoteCall(rref_id, OWN + 1000 + number, 1, definition_of("forward"), 5.0)  # type: ignore[arg-type]
+            call = PythonRemoteCall(rref_id, OWN + 1000 + number, 1, definition_of("forward"))  # type: ignore[arg-type]
             liar.send_packed(call, x)
             liar.read()
             liar.send(RRefUserDelete(((rref_id, OWN + 5000),)))  # type: ignore[arg-type] # a fork that never was
