@@ -304,6 +304,24 @@ def test_a_worker_that_ends_without_a_shutdown_has_exited_normally(anywhere: str
             rpc.shutdown(graceful=False)
 
 
+def test_the_host_of_the_store_has_exited_normally() -> None:
+    """Its last record stood in its own store; a worker that never spoke to it reads it all the same."""
+    meeting = f"tcp://127.0.0.1:{free_port()}"
+    with processes() as started:
+        started += [process(serve_then_exit, name, rank, 3, meeting) for rank, name in ((0, "w0"), (1, "w1"))]
+        join("w2", 2, 3, meeting, {})
+        try:
+            rpc.rpc_sync("w1", tell_to_go, ("w0",))
+            started[0].join(20)
+            assert started[0].exitcode == 0
+            with pytest.raises(WorkerDied, match=r"'w0' exited normally without calling rpc.shutdown"):
+                rpc.rpc_sync("w0", who)
+            assert rpc.rpc_sync("w1", who) == "w1"  # all else goes on
+            tell_to_go("w1")
+        finally:
+            rpc.shutdown(graceful=False)
+
+
 def test_nothing_is_said_on_stderr_when_the_host_of_the_store_goes(capfd: pytest.CaptureFixture[str]) -> None:
     """torch's own client writes a C++ stack trace for each use of a store that has ended."""
     meeting = f"tcp://127.0.0.1:{free_port()}"

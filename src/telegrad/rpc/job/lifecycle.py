@@ -218,6 +218,7 @@ def _at_exit() -> None:
         set_current_agent(None)
         leave(agent, exited=True)
         agent.close(exited=True)
+        let_go_of_store(agent, exited=True)
 
 
 atexit.register(_at_exit)

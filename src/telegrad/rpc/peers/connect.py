@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from telegrad.errors import AuthenticationError, ProtocolError, WorkerDied
-from telegrad.rpc.client.link import Dialled, Unanswered
+from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.peers.accept import Acceptor, Caller
 from telegrad.rpc.peers.dial import dial, main_fingerprint
 from telegrad.rpc.peers.heartbeat import REDIAL_SECONDS, cannot_answer

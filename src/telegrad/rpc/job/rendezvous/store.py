@@ -3,11 +3,13 @@
 Whoever may open it tries to take the port: one gets it, the others connect (`store_client.py`). A bare connection
 beside that one tells when the store has ended, which a client that is not being used would not notice.
 
-That connection goes to a monitor port: a socket beside the store that listens, says nothing and ends with it. The store
+That connection goes to a monitor port: a socket beside the store that listens and ends with it. The only thing it ever
+says is the last record of a worker whose program ends with its store, which nobody could read there any more. The store
 itself looks up the name of whoever connects, and everyone waits while it does; a resolver that does not answer takes
 5 seconds. It listens at the address it was given and at no other, and a store that another user holds is not joined.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -37,6 +39,10 @@ _LISTENING = "0A"  # in /proc/net/tcp
 _BYTE_ORDER = -1 if sys.byteorder == "little" else 1
 _MONITOR_PORT = "telegrad/monitor port"
 _MONITOR_LOOKS = 50
+_LONGEST_RECORD = 1 << 16
+_monitor_ports: "weakref.WeakKeyDictionary[TCPStore, socket.socket]" = (
+    weakref.WeakKeyDictionary()
+)  # of stores opened here
 
 Endpoint = tuple[str, int]  # host and port
 
@@ -214,9 +220,31 @@ def _check_holder(endpoint: Endpoint) -> None:
 
 
 def _open_monitor_port(store: TCPStore, host: str) -> None:
-    listener = _listener((host, 0))  # those who connect stay in its backlog, and are never accepted
+    listener = _listener((host, 0))  # those who connect stay in its backlog until there is something to say
+    listener.setblocking(False)
     weakref.finalize(store, listener.close)
+    _monitor_ports[store] = listener
     store.set(_MONITOR_PORT, str(listener.getsockname()[1]))
+
+
+def say_last(store: Any, record: bytes) -> None:
+    """Tell all that monitor a store opened here a last record, before the store goes. Waits for nobody."""
+    listener = _monitor_ports.get(store) if isinstance(store, TCPStore) else None
+    if listener is None:
+        return
+    with contextlib.suppress(OSError):  # until nobody is left in the backlog
+        while True:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(OSError):
+                sock.setblocking(False)
+                sock.send(record)
+
+
+def last_record(monitor: socket.socket) -> bytes:
+    """What a store said through this connection before it went; empty if it ended without a word."""
+    with contextlib.suppress(OSError):
+        return monitor.recv(_LONGEST_RECORD, socket.MSG_DONTWAIT)
+    return b""
 
 
 def connect_monitor(store: Any, endpoint: Endpoint) -> socket.socket:
