@@ -284,7 +284,7 @@ class World:
             frozenset((key, tuple(map(_show, stream))) for key, stream in self.streams.items() if stream),
             tuple(self._state_of(worker) for worker in self.workers),
             len(self.late_calls),
-            root and (root._open, frozenset(root._named), root._ended, root.complete, root._told_of_error),
+            root and (len(root._open), frozenset(root._named), root._ended, root.complete, root._told_of_error),
             root and tuple((slot.done, slot.complete is None, slot.link.member.name) for slot in root._asked),
         )
 

@@ -10,9 +10,10 @@ the Recv: two calls may be in one graph at the same time, one of a pass that was
 that a hook makes within.
 """
 
+import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -60,27 +61,34 @@ class SendNode:
     """Where the gradients of one message's tensors enter the graph of the worker that sent it."""
 
     __slots__ = ("__weakref__", "edges", "message_id", "metas", "peer")
+    edges: list[GradientEdge]
+    metas: list[tuple[torch.Size, torch.dtype, torch.device]]
 
     def __init__(self, message_id: MessageId, peer: WorkerId, tensors: Sequence[Tensor]) -> None:
         """`tensors` are those of the message that require grad, in its order."""
         self.message_id = message_id
         self.peer = peer
-        try:
-            self.metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        except RuntimeError:  # some are nested
-            tensors = [_numbers_of(tensor) if tensor.is_nested else tensor for tensor in tensors]
-            self.metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
-        self.edges: tuple[GradientEdge, ...] = tuple([edge_of(tensor) for tensor in tensors])
+        self.metas = metas = []
+        self.edges = edges = []
+        for tensor in tensors:
+            try:
+                shape = tensor.shape
+            except RuntimeError:  # it is nested
+                tensor = _numbers_of(tensor)  # noqa: PLW2901 - these are what travels
+                shape = tensor.shape
+            metas.append((shape, tensor.dtype, tensor.device))
+            # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
+            edges.append(edge_of(tensor))
 
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""
-        if len(gradients) != len(self.metas):
+        metas = self.metas
+        if len(gradients) != len(metas):
             raise GradientMismatch(
                 f"worker {self.peer} returned {len(gradients)} gradients for message {self.message_id}, which sent "
-                f"{len(self.metas)} tensors that require grad; the gradients were not used"
+                f"{len(metas)} tensors that require grad; the gradients were not used"
             )
-        for gradient, meta in zip(gradients, self.metas, strict=True):
+        for gradient, meta in zip(gradients, metas, strict=True):
             if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) != meta:
                 position = next(at for at, other in enumerate(gradients) if other is gradient)
                 raise GradientMismatch(
@@ -173,20 +181,25 @@ def taker() -> Taker | None:
     return found
 
 
-class running_in:  # noqa: N801 - used like a function; a class, because it is on the path of every pass
+@contextlib.contextmanager
+def running_in(new: Taker | None) -> Iterator[None]:
     """`with running_in(taker):` gives the Recvs that an engine call within reaches to `taker`."""
+    before = set_taker(new)
+    try:
+        yield
+    finally:
+        set_taker(before)
 
-    __slots__ = ("_before", "_taker")
 
-    def __init__(self, taker: Taker | None) -> None:
-        self._taker = taker
-
-    def __enter__(self) -> None:
-        self._before = _get_state(_TAKER) if _has_state(_TAKER) else None
-        _set_state(_TAKER, self._taker)
-
-    def __exit__(self, *_: object) -> None:
-        _set_state(_TAKER, self._before)
+def set_taker(new: Taker | None) -> Taker | None:
+    """Who takes the gradients of Recvs in engine calls of this thread from here on; returns who did."""
+    before: Taker | None = None
+    try:
+        before = _get_state(_TAKER)
+    except RuntimeError:  # the first time in a thread
+        pass
+    _set_state(_TAKER, new)
+    return before
 
 
 class RecvNode(msgspec.Struct, eq=False, weakref=True):

@@ -1,59 +1,75 @@
 """Things that one thread at a time may use: leaves, whose `.grad` a pass borrows, and nodes, whose order a cut changes.
 
-Passes over the same leaves may run in several threads. A claim takes all its things at once, so two claims never wait
-for each other. A thread may claim again what it has: a hook may run another pass.
+Passes over the same leaves may run in several threads. A claim has all its things or none, so two claims never wait for
+each other. A thread may claim again what it has: a hook may run another pass.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_changed = threading.Condition()
-_claimant: dict[int, int] = {}  # id of a claimed thing -> thread that has it
-_waiting: set[int] = set()  # threads that want what another has
+import msgspec
 
-Claim = Sequence[int]  # what is to be released
+
+class Claim(msgspec.Struct, eq=False):
+    """What a thread has to itself until `release`."""
+
+    thread: int
+    keys: list[int] = []
+
+
+_holders: dict[int, Claim] = {}  # by the id of a claimed thing; changed by single operations of the dict alone
+_released = threading.Condition()
+_waiting: set[int] = set()  # threads that want what another has
 
 
 def try_claim(things: Iterable[object]) -> Claim | None:
     """Have all of `things` to this thread, or None if another has any."""
-    keys = [id(thing) for thing in things]
-    thread = threading.get_ident()
-    with _changed:
-        return _take(keys, thread)
+    claim = Claim(threading.get_ident())
+    if _took_all(claim, things):
+        return claim
+    release(claim)
+    return None
 
 
-def _take(keys: list[int], thread: int) -> Claim | None:
-    if _claimant:
-        if any(_claimant.get(key, thread) != thread for key in keys):
-            return None
-        keys = [key for key in keys if key not in _claimant]  # what an outer claim of this thread has is its to return
-    for key in keys:
-        _claimant[key] = thread
-    return keys
+def _took_all(claim: Claim, things: Iterable[object]) -> bool:
+    for thing in things:
+        key = id(thing)
+        holder = _holders.setdefault(key, claim)
+        if holder is claim:
+            claim.keys.append(key)
+        elif holder.thread != claim.thread:  # what an outer claim of this thread has is its to return
+            return False
+    return True
 
 
 def wait_for_claim(things: Iterable[object]) -> Claim:
     """The same, waiting while another has any."""
-    keys = [id(thing) for thing in things]
-    thread = threading.get_ident()
-    with _changed:
-        while (claim := _take(keys, thread)) is None:
-            _waiting.add(thread)
-            try:
-                _changed.wait()
-            finally:
-                _waiting.discard(thread)
+    wanted = list(things)
+    claim = Claim(threading.get_ident())
+    with _released:
+        _waiting.add(claim.thread)  # before looking: who releases from here on will notify
+        try:
+            while not _took_all(claim, wanted):
+                _let_go(claim)  # nobody else who waits has seen that it was taken
+                _released.wait()
+        finally:
+            _waiting.discard(claim.thread)
     return claim
+
+
+def _let_go(claim: Claim) -> None:
+    for key in claim.keys:
+        _holders.pop(key, None)  # a thing may be named twice
+    claim.keys.clear()
 
 
 def release(claim: Claim) -> None:
     """Let others have what was claimed."""
-    with _changed:
-        for key in claim:
-            _claimant.pop(key, None)  # a thing may be named twice
-        if _waiting:
-            _changed.notify_all()
+    _let_go(claim)
+    if _waiting:
+        with _released:
+            _released.notify_all()
 
 
 @contextmanager

@@ -14,17 +14,17 @@ Every call of torch's engine is made by `Graph._call`.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from telegrad.autograd.functions import ANCHOR, Gradients, Taker, running_in, taker
+from telegrad.autograd.functions import ANCHOR, Gradients, Taker, set_taker, taker
 from telegrad.cuda import order
 from telegrad.engine.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.cut import cut_before
-from telegrad.engine.leaves import LeafSums, hooks_held, may_share, put_aside, put_back, shared_held, written
+from telegrad.engine.leaves import LeafSums, hooks_held, may_share, put_back, shared_held, take_grads
 from telegrad.engine.regions import Edges, Part
 
 Root = tuple[GradientEdge, Tensor | None]  # None: visited, but with no gradient
@@ -51,7 +51,7 @@ class Graph:
     leaves: dict[Node, Tensor]
     _create_graph = False  # see `higher/graph.py`
 
-    def __init__(self, sends: Iterable[Entered], taker: Taker, retain_graph: bool) -> None:
+    def __init__(self, sends: Mapping[Any, Entered], taker: Taker, retain_graph: bool) -> None:
         """Walk it from where the gradients of each Send enter. Engine calls give those of Recvs to `taker`."""
         self._taker = taker
         self._retain_graph = retain_graph
@@ -59,42 +59,39 @@ class Graph:
         self._nones = False  # whether a node handed None across a cut
         self.gradients: dict[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
         self.leaves = leaves = {}
-        self.edges: dict[Node, Edges[Node]] = {_ANCHOR: ()}
-        edges = self.edges
-        parts: list[Part[Node]] = []
-        apart = True
-        for send in sends:
+        # What torch's `next_functions` says of each node. None is there meanwhile, since it may stand for a child.
+        self.edges = edges = {_ANCHOR: (), None: ()}  # type: ignore[dict-item]
+        # What each Send reaches: its nodes, and leaves; None if two Sends reach the same node, leaves aside.
+        self.parts: dict[Any, Part[Node]] | None = {}
+        for key, send in sends.items():
             inner: dict[Node, None] = {}
             ends: list[Node] = []
-            found = [edge[0] for edge in send.edges]
-            for node in found:  # grows; a node may be there more than once
-                if node in edges:  # seen before, by this Send or another
-                    if not edges[node]:
-                        if node is not _ANCHOR:
+            found = [edge[:2] for edge in send.edges]
+            for node, _ in found:  # grows; a node may be there more than once
+                if node not in edges:
+                    if following := node.next_functions:
+                        edges[node] = following
+                        inner[node] = None
+                        found += following
+                    else:
+                        edges[node] = ()
+                        if (leaf := getattr(node, "variable", None)) is not None:
+                            leaves[node] = leaf
                             ends.append(node)
-                    elif node not in inner:
-                        apart = False
-                elif following := node.next_functions:
-                    edges[node] = following
-                    inner[node] = None
-                    for child, _ in following:
-                        if child is not None:
-                            found.append(child)
-                else:
-                    edges[node] = ()
-                    if (leaf := getattr(node, "variable", None)) is not None:
-                        leaves[node] = leaf
-                        ends.append(node)
-            parts.append((inner, ends))
-        # What each Send reaches: its nodes, and leaves; None if two Sends reach the same node, leaves aside.
-        self.parts = parts if apart else None
+                elif node in leaves:
+                    ends.append(node)
+                elif edges[node] and node not in inner:
+                    self.parts = None
+            if self.parts is not None:
+                self.parts[key] = (inner, ends)
+        del edges[None]  # type: ignore[arg-type]
 
     def run_last(self, roots: list[Root]) -> None:
         """Everything left, leaves included. If another pass has some of the leaves, run the rest before waiting."""
         leaves = self.leaves
         if not leaves:
             if roots:
-                self._call(roots, (), accumulate=True)
+                self._call(roots, (), True)
             return
         variables = list(leaves.values())
         claim = try_claim(variables)
@@ -109,22 +106,26 @@ class Graph:
             release(claim)
 
     def _run_with_leaves(self, roots: list[Root], variables: list[Tensor]) -> None:
-        self._hand_over_large(roots)
+        for _, gradient in roots:
+            if gradient is not None and _is_large(gradient):
+                self._hand_over_large(roots)
+                break
         if self._sums:
             roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
         if not roots:
             return
         shared = may_share(self.edges, self.leaves) if len(variables) > 1 else None
-        aside = put_aside(variables)
+        aside = take_grads(variables)
         try:
             if shared:
                 with shared_held(shared):
-                    self._call(roots, (), accumulate=True)
+                    self._call(roots, (), True)
             else:
-                self._call(roots, (), accumulate=True)
-            self.gradients = written(variables)
+                self._call(roots, (), True)
         finally:
-            put_back(aside)
+            self.gradients = take_grads(variables)
+            if aside:
+                put_back(aside)
 
     def _hand_over_large(self, roots: list[Root]) -> None:
         """Turn large gradients that enter at a leaf into sums. A leaf copies what it is given unless nobody else holds
@@ -138,12 +139,15 @@ class Graph:
             edge, gradient = roots.pop(position)
             self._add(edge[0], gradient)
 
-    def run_closed(self, nodes: Iterable[Node], roots: list[Root], leaves: Iterable[Node] | None = None) -> None:
+    def run_closed(self, nodes: Iterable[Node], roots: list[Root], leaves: Sequence[Node] | None = None) -> None:
         """Nodes that lead to nothing but each other and `leaves`; what arrives at these is added to their sums."""
         if not roots:
             return
         if leaves is None:
             leaves = [child for node in nodes for child, _ in self.edges[node] if child in self.leaves]
+        if not leaves:
+            self._ask((), roots)
+            return
         below: dict[Node, None] = dict.fromkeys(leaves)
         found = self._ask(list(below), roots)
         visited: Mapping[Node, object] | None = None
@@ -201,25 +205,27 @@ class Graph:
     def _ask(self, leaves: Sequence[Node], roots: list[Root]) -> tuple[Tensor | None, ...]:
         """One engine call from `roots` that writes to no leaf and returns what arrived at each. Recvs run."""
         if not leaves:
-            self._call(roots, _NOTHING_BUT_RECVS, accumulate=False)
+            self._call(roots, _NOTHING_BUT_RECVS, False)
             return ()
         wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR)
         first = {edge.node for edge, _ in roots}
         with hooks_held([self.leaves[leaf] for leaf in leaves], first):
-            return self._call(roots, wanted, accumulate=False)[:-1]
+            return self._call(roots, wanted, False)[:-1]
 
     def _call(
-        self, roots: list[Root], wanted: tuple[GradientEdge, ...], *, accumulate: bool
+        self, roots: list[Root], wanted: tuple[GradientEdge, ...], accumulate: bool, whole: bool = False
     ) -> tuple[Tensor | None, ...]:
         """One call of torch's engine. Not through `torch.autograd.backward` and `grad`: their checks of shapes and
         dtypes were made when the gradients came, and cost as much as a small graph takes to run."""
-        if self._nones:
-            with _entering(roots) as entering, running_in(self._taker):
-                edges, gradients = zip(*entering, strict=True)
-                return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
+        if self._nones and not whole:
+            with _entering(roots) as entering:
+                return self._call(entering, wanted, accumulate, whole=True)
         edges, gradients = zip(*roots, strict=True)
-        with running_in(self._taker):
+        before = set_taker(self._taker)
+        try:
             return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
+        finally:
+            set_taker(before)
 
 
 def _is_large(gradient: Tensor) -> bool:

@@ -28,6 +28,7 @@ K = TypeVar("K", bound=Hashable)
 Sends = Mapping[K, Entered]
 
 _LAST: Batch[Node] = Batch(Way.LAST)
+_NO_SENDS: Mapping[Any, Any] = {}
 
 
 class LocalPass(Generic[K]):
@@ -47,21 +48,21 @@ class LocalPass(Generic[K]):
     done = False  # all has run
     over = False  # given up: nothing is delivered any more
     gradients: Mapping[Tensor, Tensor] = {}
-    _graph_type: Callable[[Iterable[Entered], Taker, bool], Graph] = Graph
+    _graph_type: Callable[[Sends[K], Taker, bool], Graph] = Graph
     _graph: Graph | None = None  # from the start to the end; the runner's
     _plan: "Apart[K, Node] | Plan[K, Node] | None" = None  # only if something may run before all has been heard
+    _sends: Sends[K] = {}
+    _unheard: dict[K, Entered] = {}  # noqa: RUF012 - as all tables here, replaced when the pass starts
     _recvs: Iterable[RecvNode] = ()
+    _untold: dict[Node, RecvNode] = {}  # noqa: RUF012
+    _roots: list[Root] = []  # noqa: RUF012 - heard or collected, not yet entered
     _running = False
     _some_dead = False  # whether a tensor of a Send was heard without a gradient
 
     def __init__(self, retain_graph: bool) -> None:
         self.retain_graph = retain_graph
         self._lock = threading.Lock()  # guards all of this, except what only the runner touches
-        self._sends: Sends[K] = {}
-        self._unheard: dict[K, Entered] = {}
-        self._untold: dict[Node, RecvNode] = {}
         self._early: list[tuple[K, Gradients | None]] = []  # heard before the start
-        self._roots: list[Root] = []  # heard or collected, not yet entered
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
         """A Recv has its gradients, or None: none will come."""
@@ -85,7 +86,7 @@ class LocalPass(Generic[K]):
 
     def start(self, sends: Sends[K], recvs: Iterable[RecvNode]) -> None:
         """Walk the graph, and tell the Recvs that nothing reaches."""
-        graph = self._graph_type(sends.values(), self._tell, self.retain_graph)
+        graph = self._graph_type(sends, self._tell, self.retain_graph)
         self._recvs = recvs
         self._untold = untold = {recv.node: recv for recv in recvs}
         if not untold.keys() <= graph.edges.keys():
@@ -93,23 +94,26 @@ class LocalPass(Generic[K]):
         with self._lock:
             if self.over:
                 return  # given up meanwhile
-            self._sends, self._unheard = sends, dict(sends)
+            self._graph = graph
+            self._roots = []
+            self._sends, self._unheard = sends, {**sends}
             for key, gradients in self._early:
                 self._enter(key, gradients)
-            self._early = []
+            self._early.clear()
             if self._unheard and len(sends) > 1:
                 self._make_plan(graph)
-            self._graph = graph
 
     def _make_plan(self, graph: Graph) -> None:
+        plan: Apart[K, Node] | Plan[K, Node]
         if graph.parts is not None:
-            self._plan = Apart(dict(zip(self._sends, graph.parts, strict=True)))
+            plan = Apart(graph.parts)
         else:
             entries = {key: [edge.node for edge in send.edges] for key, send in self._sends.items()}
-            self._plan = Plan(graph.edges, entries, self._untold)
+            plan = Plan(graph.edges, entries, self._untold)
         for key in self._sends:
             if key not in self._unheard:
-                self._plan.heard(key)
+                plan.heard(key)
+        self._plan = plan
 
     def hear(self, key: K, gradients: Gradients | None) -> None:
         """The Send `key` has its gradients, or none will come."""
@@ -127,14 +131,15 @@ class LocalPass(Generic[K]):
             return
         if gradients is None:
             self._some_dead = True
-        elif len(gradients) != len(send.edges):
-            raise GradientMismatch(f"{key!r} has {len(send.edges)} tensors, not {len(gradients)}; no gradient was used")
         else:
-            for root in zip(send.edges, gradients, strict=True):
+            edges, roots = send.edges, self._roots
+            if len(gradients) != len(edges):
+                raise GradientMismatch(f"{key!r} has {len(edges)} tensors, not {len(gradients)}; no gradient was used")
+            for root in zip(edges, gradients, strict=True):
                 if root[1] is None:
                     self._some_dead = True
                 else:
-                    self._roots.append(root)
+                    roots.append(root)
             if type(gradients) is list:
                 gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
         del self._unheard[key]
@@ -147,36 +152,23 @@ class LocalPass(Generic[K]):
 
     def run(self) -> None:
         """Run everything that may run. Returns at once if another thread is running: that one will run this, too."""
-        taken = self._take(begin=True)
-        if taken is None:
-            return
-        graph = self._graph
-        assert graph is not None
+        with self._lock:  # that `hear` takes, so that what is heard later finds this thread running, or nobody
+            if self._running or self._graph is None:
+                return
+            taken = self._take()
         try:
             while taken is not None:
-                since = 0.0 if trace.recorder is None else trace.now()
                 batch, roots = taken
-                recvs = list(self._untold) if batch is _LAST else batch.recvs
-                if self._some_dead:  # a peer may be waiting to hear that nothing comes: before this runs
-                    reached = reached_from(roots)
-                    self._tell_none([node for node in recvs if node not in reached])
+                since = 0.0 if trace.recorder is None else trace.now()
                 if batch is _LAST:
-                    graph.run_last(roots)
-                elif batch.way is Way.CLOSED:
-                    graph.run_closed(batch.nodes, roots, batch.leaves)
+                    self._run_last(roots)
+                    taken = None
                 else:
-                    crossing = graph.run_cut(batch.nodes, roots)
+                    self._run_part(batch, roots)
                     with self._lock:
-                        self._roots += crossing
+                        taken = self._take()
                 if since and trace.recorder is not None:
                     trace.recorder.span(f"region ({batch.way.name.lower()})", "backward", since)
-                if self._untold:
-                    self._tell_none(recvs)  # those that a node gave no gradient
-                if batch is _LAST:
-                    roots.clear()  # so that a gradient that only passed through is nobody's here any more
-                    self._all_has_run(graph.gradients)
-                    return
-                taken = self._take()
         except BaseException as error:
             add_hint(error)
             empty_queue()
@@ -186,35 +178,63 @@ class LocalPass(Generic[K]):
                 self._release()
             raise
 
-    def _take(self, begin: bool = False) -> tuple[Batch[Node], list[Root]] | None:
-        """The next batch and what enters it. With None this thread does not run, or runs no longer: within the lock
-        that `hear` takes, so that what is heard later finds nobody running."""
-        with self._lock:
-            if begin and (self._running or self._graph is None):
-                return None
-            roots = self._roots
-            if self.over:
-                self._release()
-            elif not self._unheard:
-                self._roots = []
-                self._running = True
-                return _LAST, roots
-            elif self._plan is not None and (batch := self._plan.take()) is not None:
-                inside = batch.nodes
-                self._roots = [root for root in roots if root[0][0] not in inside]
-                self._running = True
-                return batch, [root for root in roots if root[0][0] in inside]
-            self._running = False
-            return None
+    def _take(self) -> tuple[Batch[Node], list[Root]] | None:
+        """Under the lock: the next batch and what enters it. With None this thread does not run, or runs no longer."""
+        roots = self._roots
+        if self.over:
+            self._release()
+        elif not self._unheard:
+            self._roots = []
+            self._running = True
+            return _LAST, roots
+        elif self._plan is not None and (batch := self._plan.take()) is not None:
+            inside = batch.nodes
+            taken = [root for root in roots if root[0][0] in inside]
+            self._roots = [] if len(taken) == len(roots) else [root for root in roots if root[0][0] not in inside]
+            self._running = True
+            return batch, taken
+        self._running = False
+        return None
+
+    def _run_last(self, roots: list[Root]) -> None:
+        """All is heard: everything left runs, leaves included."""
+        graph = self._graph
+        assert graph is not None
+        if self._some_dead and self._untold:  # a peer may be waiting to hear that nothing comes: before this runs
+            reached = reached_from(roots)
+            self._tell_none([node for node in self._untold if node not in reached])
+        graph.run_last(roots)
+        if self._untold:
+            self._tell_none([*self._untold])  # those that a node gave no gradient
+        roots.clear()  # so that a gradient that only passed through is nobody's here any more
+        self._all_has_run(graph.gradients)
+
+    def _run_part(self, batch: Batch[Node], roots: list[Root]) -> None:
+        """More is to be heard: what need not wait for it runs."""
+        graph = self._graph
+        assert graph is not None
+        if self._some_dead:
+            reached = reached_from(roots)
+            self._tell_none([node for node in batch.recvs if node not in reached])
+        if batch.way is Way.CLOSED:
+            graph.run_closed(batch.nodes, roots, batch.leaves)
+        else:
+            crossing = graph.run_cut(batch.nodes, roots)
+            with self._lock:
+                self._roots += crossing
+        if self._untold:
+            self._tell_none(batch.recvs)
 
     def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
         """The last batch has run. False if the pass was given up meanwhile."""
         with self._lock:
             self._running = False
             self._release()
-            if not self.over:
-                self.gradients, self.done = gradients, True
-            return self.done
+            if self.over:
+                return False
+            self.gradients = gradients
+            self.done = True
+        return True
 
     def abort(self) -> None:
         """Give up and release everything. What is in the engine now still ends, but nothing is delivered any more."""
@@ -227,7 +247,8 @@ class LocalPass(Generic[K]):
         """Under the lock: let go of the graph and of every gradient on its way."""
         self._graph = self._plan = None
         self._recvs = ()
-        self._sends, self._unheard, self._untold, self._roots, self._early = {}, {}, {}, [], []
+        self._sends, self._unheard, self._untold, self._roots = _NO_SENDS, {}, {}, []
+        self._early.clear()
 
     def _tell(self, node: Node, gradients: Gradients | None) -> None:
         """A Recv has its gradients: called by the Recv from inside the engine, on whichever thread that is. The engine

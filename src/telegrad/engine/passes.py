@@ -8,6 +8,7 @@
 On the worker that called `backward` the part is a `RootPass`, which waits for the others (`root_pass.py`).
 """
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,7 +61,9 @@ class Pass(LocalPass[MessageId]):
         retain_graph: bool,
         known: Iterable[WorkerId],
     ) -> None:
-        LocalPass.__init__(self, retain_graph)
+        self.retain_graph = retain_graph
+        self._lock = threading.Lock()
+        self._early = []
         self.service = service
         self.context = context
         self.pass_id = pass_id
@@ -92,16 +95,18 @@ class Pass(LocalPass[MessageId]):
         try:
             if self.finished:
                 return  # given up before it could start
-            sends, recvs, orphans, alone = self.context.snapshot(self.pass_id, self._late)
-            if self.context.participants - self.known:
-                self._spread({recv.peer for recv in recvs.values()} | set(orphans.values()))
-            entries: dict[MessageId, SendNode | Roots] = {**sends}
+            context = self.context
+            found = context.snapshot(self.pass_id, self._late)
+            sends: Mapping[MessageId, SendNode | Roots] = found.sends
+            recvs, orphans = found.recvs.values(), found.orphans
+            if not self.known >= context.participants:
+                self._spread({recv.peer for recv in recvs}.union(orphans.values()))
             if roots is not None:
-                entries[ROOT] = roots
+                sends = {ROOT: roots, **sends}
                 self._early.append((ROOT, roots.gradients))
-            for key in alone:
+            for key in found.alone:
                 self.hear(key, None)
-            self.start(entries, recvs.values())
+            self.start(sends, recvs)
             for message_id, peer in orphans.items():
                 self.service.tell(self, peer, message_id, None)
             self.run()
@@ -109,6 +114,14 @@ class Pass(LocalPass[MessageId]):
                 self._invite_rest()
         except Exception as error:
             self.fail(error)
+
+    def begin_with(self, key: MessageId, gradients: Gradients | None) -> None:
+        """The first word of the pass came with gradients for a Send of this worker: hear them, and start."""
+        if _profiler_enabled():
+            self.hear_and_run(key, gradients)
+        else:
+            self._early.append((key, gradients))
+        self.begin()
 
     def _spread(self, will_hear: set[WorkerId]) -> None:
         """Bring in the participants that nobody else is known to tell. `will_hear` get a message of a Recv anyway."""
@@ -163,12 +176,13 @@ class Pass(LocalPass[MessageId]):
             self._send_for_root()  # there is more to wait for: let the root go on meanwhile
 
     def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
-        if LocalPass._all_has_run(self, gradients):
-            if gradients:
-                self.context.accumulate(gradients)
-            self.finished = True
-            self._end()
-        return self.done
+        if not LocalPass._all_has_run(self, gradients):
+            return False
+        if gradients:
+            self.context.accumulate(gradients)
+        self.finished = True
+        self._end()
+        return True
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
         """A Recv has its gradients. They leave at once, unless they can go with the answer to the root very soon."""
@@ -188,7 +202,7 @@ class Pass(LocalPass[MessageId]):
         """What the answer to the root should carry."""
         with self._lock:
             taken, self._for_root = self._for_root, []
-        return taken
+            return taken
 
     def _send_for_root(self) -> None:
         for key, gradients in self.take_for_root():
@@ -228,7 +242,7 @@ class Pass(LocalPass[MessageId]):
 
     def _given_up(self, error: BaseException) -> None:
         if isinstance(error, WorkerDied):
-            self.context.failure = error.again()
+            self.context.lose(error)
         self.abort()
         self._end()
 
@@ -243,11 +257,10 @@ class Pass(LocalPass[MessageId]):
     def _end(self) -> None:
         with self._lock:
             self._ended = True
-            actions = self._on_end
+            actions, self._on_end = self._on_end, []
             if self.error is not None:
                 self._for_root = []
         if self._for_root and not actions:  # no answer that they could go with
             self._send_for_root()
         for action in actions:
             action(self)
-        self._on_end = []

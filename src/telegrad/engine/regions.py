@@ -58,7 +58,7 @@ class Batch(msgspec.Struct, Generic[N], eq=False):
     way: Way
     nodes: Collection[N] = ()
     recvs: Iterable[N] = ()
-    leaves: Iterable[N] | None = None  # that a closed batch leads to, if that is known
+    leaves: Sequence[N] | None = None  # that a closed batch leads to, if that is known
 
 
 def mark(graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]]) -> dict[N, int]:
@@ -100,11 +100,12 @@ class Apart(Generic[K, N]):
 
     def take(self) -> Batch[N] | None:
         """What may run before all has been heard."""
-        if not self._heard:
+        heard = self._heard
+        if not heard:
             return None
-        nodes, leaves = self._parts[self._heard.pop()]
-        while self._heard:
-            more_nodes, more_leaves = self._parts[self._heard.pop()]
+        nodes, leaves = self._parts[heard.pop()]
+        while heard:
+            more_nodes, more_leaves = self._parts[heard.pop()]
             nodes, leaves = nodes | more_nodes, [*leaves, *more_leaves]
         return Batch(Way.CLOSED, nodes, nodes, leaves) if nodes else None
 

@@ -31,7 +31,6 @@ class RootPass(Pass):
     """A backward pass on the worker that began it."""
 
     complete = False  # all are done: nothing can fail any more
-    _open = 0  # requests without an answer
     _waiting = False
     _told_of_error = False
     _news: Wakeup | None = None  # made by the root before it sleeps; set when something was settled
@@ -43,6 +42,7 @@ class RootPass(Pass):
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._asked: list[Slot] = []
+        self._open: list[None] = []  # one for each request without an answer; whoever adds or removes one needs no lock
         self._named: set[WorkerId] = set()  # participants that others told of
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
@@ -52,15 +52,13 @@ class RootPass(Pass):
 
     def ask(self, member: Member, message: AnyMessage, packed: Packed) -> None:
         """Send a request that is answered when `member` is done."""
-        with self._lock:
-            self._open += 1
+        self._open.append(None)
         try:
             slot = self.service.agent.send(
                 member, message, packed, timeout=0.0, what=self.what, complete=self._take_answer, attended=True
             )
         except BaseException:
-            with self._lock:
-                self._open -= 1
+            self._open.pop()
             raise
         # First those that may answer with gradients, so that the root takes these in person.
         self._asked.insert(len(self._asked) if type(message) is BeginPass else 0, slot)
@@ -79,15 +77,15 @@ class RootPass(Pass):
         try:
             reply = agent.reply_frame(slot).message
             if type(reply) is PassDone:
-                self._named.update(reply.participants)
+                if not self.known.issuperset(reply.participants):
+                    self._named.update(reply.participants)
                 if reply.gradients:
                     self._hear_with_answer(slot.link.member, reply, agent.reply_tensors(slot))
         except RpcTimeout as error:  # of this request, or one that the worker's own pass met
             self.fail(self._too_late(slot) if unanswered else error)
         except BaseException as error:
             self.fail(error)
-        with self._lock:
-            self._open -= 1
+        self._open.pop()
         if self._news is not None:
             self._news.set()
 
@@ -115,7 +113,7 @@ class RootPass(Pass):
                 self._await_replies()
                 while (self._open or not self._ended) and self.error is None:
                     self._sleep()
-                newcomers = self._named - self.known
+                newcomers = self._named - self.known if self._named else self._named
                 if self.error is not None or not newcomers:
                     break
                 self.known |= newcomers
@@ -132,10 +130,12 @@ class RootPass(Pass):
 
     def _await_replies(self) -> None:
         """Read replies in this thread, link by link, while the I/O threads look after the other links."""
-        waiting = [slot for slot in self._asked if not slot.done]
-        for slot in waiting[1:]:
-            slot.link.expect()
-        for slot in waiting:
+        asked = self._asked
+        if len(asked) > 1:
+            asked = [slot for slot in asked if not slot.done]
+            for slot in asked[1:]:
+                slot.link.expect()
+        for slot in asked:
             if self.error is not None:
                 return
             slot.deadline = self._deadline

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class RecordedGraph(Graph):
 
     def __init__(
         self,
-        sends: Iterable[Entered],
+        sends: Mapping[Any, Entered],
         taker: Taker,
         retain_graph: bool,
         *,
@@ -80,10 +80,10 @@ class RecordedGraph(Graph):
         }
         self.leaves = {node: leaf for node, leaf in self.leaves.items() if node in needed}
         if self.parts is not None:
-            self.parts = [
-                ({node: None for node in inner if node in needed}, [node for node in ends if node in needed])
-                for inner, ends in self.parts
-            ]
+            self.parts = {
+                key: ({node: None for node in inner if node in needed}, [node for node in ends if node in needed])
+                for key, (inner, ends) in self.parts.items()
+            }
         self._inner = tuple([edge for edge in self._wanted.values() if edge.node not in self.leaves])
 
     def _leading_to(self, ends: Collection[Node]) -> set[Node]:
@@ -123,7 +123,7 @@ class RecordedGraph(Graph):
         wanted = {key: edge for key, edge in self._wanted.items() if edge.node in sums}
         if wanted:
             entry = (get_gradient_edge(sums.root()), torch.empty(0))
-            found = self._call([entry], tuple(wanted.values()), accumulate=False)
+            found = self._call([entry], tuple(wanted.values()), False)
             self.captured.update({key: total for key, total in zip(wanted, found, strict=True) if total is not None})
 
     def _hand_over_large(self, roots: list[Root]) -> None:
@@ -141,7 +141,7 @@ class RecordedGraph(Graph):
         wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR, *self._inner)
         first = {edge.node for edge, _ in roots}
         with hooks_held([self.leaves[leaf] for leaf in leaves], first):
-            return self._call(roots, wanted, accumulate=False)[: len(leaves)]
+            return self._call(roots, wanted, False)[: len(leaves)]
 
 
 class RecordedSums(LeafSums):

@@ -57,7 +57,7 @@ class Recorded(Pass):
         self._recv_nodes = {recv.node for recv in recvs}
         super().start(sends, recvs)
 
-    def _graph_type(self, sends: Iterable[Entered], taker: Taker, retain_graph: bool) -> Graph:
+    def _graph_type(self, sends: Mapping[MessageId, Entered], taker: Taker, retain_graph: bool) -> Graph:
         wanted = None if self.inputs is None else self.service.wanted(self)
         self._higher = RecordedGraph(
             sends, taker, retain_graph, create_graph=self.create_graph, inputs=wanted, recvs=self._recv_nodes
