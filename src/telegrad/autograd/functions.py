@@ -60,7 +60,7 @@ def _nested_again(numbers: Any, like: Any) -> Tensor:
 class SendNode:
     """Where the gradients of one message's tensors enter the graph of the worker that sent it."""
 
-    __slots__ = ("__weakref__", "edges", "message_id", "metas", "peer")
+    __slots__ = ("__weakref__", "at_leaves", "edges", "message_id", "metas", "peer")
     edges: list[GradientEdge]
     metas: list[tuple[torch.Size, torch.dtype, torch.device]]
 
@@ -70,6 +70,7 @@ class SendNode:
         self.peer = peer
         self.metas = metas = []
         self.edges = edges = []
+        self.at_leaves = True  # whether all its tensors are leaves: then its gradients enter no graph
         for tensor in tensors:
             try:
                 shape = tensor.shape
@@ -78,7 +79,10 @@ class SendNode:
                 shape = tensor.shape
             metas.append((shape, tensor.dtype, tensor.device))
             # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
-            edges.append(edge_of(tensor))
+            edge = edge_of(tensor)
+            edges.append(edge)
+            if edge[0].next_functions:
+                self.at_leaves = False
 
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""
@@ -181,25 +185,32 @@ def taker() -> Taker | None:
     return found
 
 
-@contextlib.contextmanager
-def running_in(new: Taker | None) -> Iterator[None]:
-    """`with running_in(taker):` gives the Recvs that an engine call within reaches to `taker`."""
-    before = set_taker(new)
-    try:
-        yield
-    finally:
-        set_taker(before)
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
-def set_taker(new: Taker | None) -> Taker | None:
-    """Who takes the gradients of Recvs in engine calls of this thread from here on; returns who did."""
-    before: Taker | None = None
+def run_engine(new: Taker, *call: Any) -> tuple[Tensor | None, ...]:
+    """A call of torch's engine that gives the gradients of the Recvs it reaches to `new`."""
     try:
         before = _get_state(_TAKER)
     except RuntimeError:  # the first time in a thread
-        pass
+        before = None
     _set_state(_TAKER, new)
-    return before
+    try:
+        found: tuple[Tensor | None, ...] = _run_backward(*call)
+        return found
+    finally:
+        _set_state(_TAKER, before)
+
+
+@contextlib.contextmanager
+def running_in(new: Taker) -> Iterator[None]:
+    """`with running_in(taker):` gives the Recvs that engine calls within reach to `taker`."""
+    before = taker()
+    _set_state(_TAKER, new)
+    try:
+        yield
+    finally:
+        _set_state(_TAKER, before)
 
 
 class RecvNode(msgspec.Struct, eq=False, weakref=True):

@@ -5,68 +5,50 @@ each other. A thread may claim again what it has: a hook may run another pass.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 
-import msgspec
-
-
-class Claim(msgspec.Struct, eq=False):
-    """What a thread has to itself until `release`."""
-
-    thread: int
-    keys: list[int] = []
-
-
-_holders: dict[int, Claim] = {}  # by the id of a claimed thing; changed by single operations of the dict alone
+_holders: dict[int, int] = {}  # id of a claimed thing -> thread that has it; changed by single operations alone
 _released = threading.Condition()
 _waiting: set[int] = set()  # threads that want what another has
+
+Claim = Sequence[int]  # what is to be released
 
 
 def try_claim(things: Iterable[object]) -> Claim | None:
     """Have all of `things` to this thread, or None if another has any."""
-    claim = Claim(threading.get_ident())
-    if _took_all(claim, things):
-        return claim
-    release(claim)
-    return None
-
-
-def _took_all(claim: Claim, things: Iterable[object]) -> bool:
+    thread = get_ident()
+    claim = []
     for thing in things:
         key = id(thing)
-        holder = _holders.setdefault(key, claim)
-        if holder is claim:
-            claim.keys.append(key)
-        elif holder.thread != claim.thread:  # what an outer claim of this thread has is its to return
-            return False
-    return True
+        holder = _holders.setdefault(key, thread)
+        if holder is thread:  # this very object: it was put there now
+            claim.append(key)
+        elif holder != thread:  # what an outer claim of this thread has is its to return
+            release(claim)
+            return None
+    return claim
 
 
 def wait_for_claim(things: Iterable[object]) -> Claim:
     """The same, waiting while another has any."""
     wanted = list(things)
-    claim = Claim(threading.get_ident())
+    thread = get_ident()
     with _released:
-        _waiting.add(claim.thread)  # before looking: who releases from here on will notify
+        _waiting.add(thread)  # before looking: who releases from here on will notify
         try:
-            while not _took_all(claim, wanted):
-                _let_go(claim)  # nobody else who waits has seen that it was taken
-                _released.wait()
+            while (claim := try_claim(wanted)) is None:
+                _released.wait_for(lambda: all(_holders.get(id(thing), thread) == thread for thing in wanted))
         finally:
-            _waiting.discard(claim.thread)
+            _waiting.discard(thread)
     return claim
-
-
-def _let_go(claim: Claim) -> None:
-    for key in claim.keys:
-        _holders.pop(key, None)  # a thing may be named twice
-    claim.keys.clear()
 
 
 def release(claim: Claim) -> None:
     """Let others have what was claimed."""
-    _let_go(claim)
+    for key in claim:
+        _holders.pop(key, None)  # a thing may be named twice
     if _waiting:
         with _released:
             _released.notify_all()

@@ -11,6 +11,7 @@ Equal to one process means: each node runs once, with the sum of all that reache
 Every call of torch's engine is made by `Graph._call`.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from telegrad.autograd.functions import ANCHOR, Gradients, Taker, set_taker, taker
+from telegrad.autograd.functions import ANCHOR, Gradients, Taker, run_engine, taker
 from telegrad.cuda import order
 from telegrad.engine.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.cut import cut_before
@@ -37,54 +38,86 @@ class Entered(Protocol):
     def edges(self) -> Sequence[GradientEdge]:
         """One for each tensor."""
 
+    @property
+    def at_leaves(self) -> bool:
+        """Whether it is known that all of them are leaves."""
+
 
 _ANCHOR = ANCHOR.node
 _NOTHING_BUT_RECVS = (ANCHOR,)
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Graph:
     """All nodes that a worker's Sends reach. Only the thread that runs the pass uses it."""
 
-    __slots__ = ("_nones", "_retain_graph", "_sums", "_taker", "edges", "gradients", "leaves", "parts")
-    leaves: dict[Node, Tensor]
     _create_graph = False  # see `higher/graph.py`
+    _sums: LeafSums | None = None  # what closed and cut batches found for leaves
+    _nones = False  # whether a node handed None across a cut
+    gradients: Mapping[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
+    parts: dict[Any, Part[Node]] | None = None  # what each of `inner` reaches, if no two reach the same, leaves aside
 
     def __init__(self, sends: Mapping[Any, Entered], taker: Taker, retain_graph: bool) -> None:
         """Walk it from where the gradients of each Send enter. Engine calls give those of Recvs to `taker`."""
         self._taker = taker
         self._retain_graph = retain_graph
-        self._sums: LeafSums | None = None  # what closed and cut batches found for leaves
-        self._nones = False  # whether a node handed None across a cut
-        self.gradients: dict[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
-        self.leaves = leaves = {}
-        # What torch's `next_functions` says of each node. None is there meanwhile, since it may stand for a child.
-        self.edges = edges = {_ANCHOR: (), None: ()}  # type: ignore[dict-item]
-        # What each Send reaches: its nodes, and leaves; None if two Sends reach the same node, leaves aside.
-        self.parts: dict[Any, Part[Node]] | None = {}
+        self.leaves: dict[Node, Tensor] = {}
+        self.edges: dict[Node, Edges[Node]] = {_ANCHOR: ()}
+        self.inner: dict[Any, Entered] = {}  # the Sends that do not enter at leaves alone
+        at_leaves: list[GradientEdge] = []
         for key, send in sends.items():
-            inner: dict[Node, None] = {}
+            if send.at_leaves:
+                at_leaves += send.edges
+            elif self.inner:
+                self.inner[key] = send
+            else:
+                self.inner[key] = send
+                self._walk(send.edges)
+        if len(self.inner) > 1:
+            self._walk_rest()
+        self.ends: Sequence[Node] = list(self.leaves)  # the leaves that `inner` reach
+        for edge in at_leaves:
+            node: Any = edge[0]
+            self.edges[node] = ()
+            self.leaves[node] = node.variable
+
+    def _walk(self, entries: Iterable[GradientEdge]) -> None:
+        edges, leaves = self.edges, self.leaves
+        found = [edge[:2] for edge in entries]
+        for node, _ in found:  # grows; a node may be there more than once
+            if node not in edges and node is not None:
+                edges[node] = following = node.next_functions
+                if following:
+                    found += following
+                elif (leaf := getattr(node, "variable", None)) is not None:
+                    leaves[node] = leaf
+
+    def _walk_rest(self) -> None:
+        """The same from all Sends but the first; notes what each reaches."""
+        edges, leaves = self.edges, self.leaves
+        reached: list[Part[Node]] = [(dict.fromkeys(filter(edges.__getitem__, edges)), list(leaves))]
+        apart = True
+        for send in itertools.islice(self.inner.values(), 1, None):
+            nodes: dict[Node, None] = {}
             ends: list[Node] = []
             found = [edge[:2] for edge in send.edges]
-            for node, _ in found:  # grows; a node may be there more than once
-                if node not in edges:
-                    if following := node.next_functions:
-                        edges[node] = following
-                        inner[node] = None
-                        found += following
-                    else:
-                        edges[node] = ()
-                        if (leaf := getattr(node, "variable", None)) is not None:
-                            leaves[node] = leaf
-                            ends.append(node)
-                elif node in leaves:
+            for node, _ in found:
+                if node in leaves:
                     ends.append(node)
-                elif edges[node] and node not in inner:
-                    self.parts = None
-            if self.parts is not None:
-                self.parts[key] = (inner, ends)
-        del edges[None]  # type: ignore[arg-type]
+                elif node in edges:
+                    if apart and edges[node] and node not in nodes:
+                        apart = False
+                elif node is not None:
+                    edges[node] = following = node.next_functions
+                    if following:
+                        nodes[node] = None
+                        found += following
+                    elif (leaf := getattr(node, "variable", None)) is not None:
+                        leaves[node] = leaf
+                        ends.append(node)
+            reached.append((nodes, ends))
+        if apart:
+            self.parts = dict(zip(self.inner, reached, strict=True))
 
     def run_last(self, roots: list[Root]) -> None:
         """Everything left, leaves included. If another pass has some of the leaves, run the rest before waiting."""
@@ -221,11 +254,9 @@ class Graph:
             with _entering(roots) as entering:
                 return self._call(entering, wanted, accumulate, whole=True)
         edges, gradients = zip(*roots, strict=True)
-        before = set_taker(self._taker)
-        try:
-            return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
-        finally:
-            set_taker(before)
+        return run_engine(
+            self._taker, edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate
+        )
 
 
 def _is_large(gradient: Tensor) -> bool:

@@ -27,8 +27,9 @@ from telegrad.errors import AutogradError, GradientMismatch
 K = TypeVar("K", bound=Hashable)
 Sends = Mapping[K, Entered]
 
-_LAST: Batch[Node] = Batch(Way.LAST)
-_NO_SENDS: Mapping[Any, Any] = {}
+_LAST: Batch[Node] = Batch(Way.LAST, recvs=None)
+_ALL_BUT_LEAVES: Batch[Node] = Batch(Way.CLOSED, recvs=None)
+_NOTHING: dict[Any, Any] = {}  # never changed
 
 
 class LocalPass(Generic[K]):
@@ -57,6 +58,7 @@ class LocalPass(Generic[K]):
     _untold: dict[Node, RecvNode] = {}  # noqa: RUF012
     _roots: list[Root] = []  # noqa: RUF012 - heard or collected, not yet entered
     _running = False
+    _inner_taken = False  # whether all that is above leaves has been taken to run
     _some_dead = False  # whether a tensor of a Send was heard without a gradient
 
     def __init__(self, retain_graph: bool) -> None:
@@ -94,26 +96,23 @@ class LocalPass(Generic[K]):
         with self._lock:
             if self.over:
                 return  # given up meanwhile
-            self._graph = graph
             self._roots = []
             self._sends, self._unheard = sends, {**sends}
+            self._graph = graph
             for key, gradients in self._early:
                 self._enter(key, gradients)
             self._early.clear()
-            if self._unheard and len(sends) > 1:
-                self._make_plan(graph)
 
-    def _make_plan(self, graph: Graph) -> None:
-        plan: Apart[K, Node] | Plan[K, Node]
+    def _make_plan(self, graph: Graph) -> "Apart[K, Node] | Plan[K, Node]":
+        """Which part of the graph may run now: asked only while a Send has not been heard."""
+        heard = [key for key in graph.inner if key not in self._unheard]
         if graph.parts is not None:
-            plan = Apart(graph.parts)
-        else:
-            entries = {key: [edge.node for edge in send.edges] for key, send in self._sends.items()}
-            plan = Plan(graph.edges, entries, self._untold)
-        for key in self._sends:
-            if key not in self._unheard:
-                plan.heard(key)
-        self._plan = plan
+            return Apart(graph.parts, heard)
+        entries = {key: [edge.node for edge in send.edges] for key, send in graph.inner.items()}
+        plan = Plan(graph.edges, entries, self._untold)
+        for key in heard:
+            plan.heard(key)
+        return plan
 
     def hear(self, key: K, gradients: Gradients | None) -> None:
         """The Send `key` has its gradients, or none will come."""
@@ -132,18 +131,18 @@ class LocalPass(Generic[K]):
         if gradients is None:
             self._some_dead = True
         else:
-            edges, roots = send.edges, self._roots
+            edges = send.edges
             if len(gradients) != len(edges):
                 raise GradientMismatch(f"{key!r} has {len(edges)} tensors, not {len(gradients)}; no gradient was used")
             for root in zip(edges, gradients, strict=True):
                 if root[1] is None:
                     self._some_dead = True
                 else:
-                    roots.append(root)
+                    self._roots.append(root)
             if type(gradients) is list:
                 gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
         del self._unheard[key]
-        if self._plan is not None:
+        if self._plan is not None and not send.at_leaves:
             self._plan.heard(key)
 
     def _refuse(self, key: K, gradients: Gradients | None) -> None:
@@ -153,22 +152,34 @@ class LocalPass(Generic[K]):
     def run(self) -> None:
         """Run everything that may run. Returns at once if another thread is running: that one will run this, too."""
         with self._lock:  # that `hear` takes, so that what is heard later finds this thread running, or nobody
-            if self._running or self._graph is None:
+            graph = self._graph
+            if graph is None or self._running:
                 return
-            taken = self._take()
+            taken = self._take(graph)
         try:
             while taken is not None:
                 batch, roots = taken
                 since = 0.0 if trace.recorder is None else trace.now()
+                if self._some_dead:  # a peer may be waiting to hear that nothing comes: before this runs
+                    reached = reached_from(roots)
+                    recvs = self._untold if batch.recvs is None else batch.recvs
+                    self._tell_none([node for node in recvs if node not in reached])
                 if batch is _LAST:
-                    self._run_last(roots)
-                    taken = None
+                    graph.run_last(roots)
+                elif batch.way is Way.CLOSED:
+                    graph.run_closed(batch.nodes, roots, graph.ends if batch is _ALL_BUT_LEAVES else batch.leaves)
                 else:
-                    self._run_part(batch, roots)
-                    with self._lock:
-                        taken = self._take()
+                    self._roots.extend(graph.run_cut(batch.nodes, roots))
                 if since and trace.recorder is not None:
                     trace.recorder.span(f"region ({batch.way.name.lower()})", "backward", since)
+                if self._untold:  # those that a node gave no gradient
+                    self._tell_none([*self._untold] if batch.recvs is None else batch.recvs)
+                if batch is _LAST:
+                    roots.clear()  # so that a gradient that only passed through is nobody's here any more
+                    self._all_has_run(graph.gradients)
+                    return
+                with self._lock:
+                    taken = self._take(graph)
         except BaseException as error:
             add_hint(error)
             empty_queue()
@@ -178,7 +189,7 @@ class LocalPass(Generic[K]):
                 self._release()
             raise
 
-    def _take(self) -> tuple[Batch[Node], list[Root]] | None:
+    def _take(self, graph: Graph) -> tuple[Batch[Node], list[Root]] | None:
         """Under the lock: the next batch and what enters it. With None this thread does not run, or runs no longer."""
         roots = self._roots
         if self.over:
@@ -187,43 +198,30 @@ class LocalPass(Generic[K]):
             self._roots = []
             self._running = True
             return _LAST, roots
-        elif self._plan is not None and (batch := self._plan.take()) is not None:
-            inside = batch.nodes
-            taken = [root for root in roots if root[0][0] in inside]
-            self._roots = [] if len(taken) == len(roots) else [root for root in roots if root[0][0] not in inside]
+        elif (batch := self._may_run(graph)) is not None:
+            nodes, inside = (graph.leaves, False) if batch is _ALL_BUT_LEAVES else (batch.nodes, True)
+            entering = [root for root in roots if (root[0][0] in nodes) is inside]
+            if len(entering) == len(roots):
+                self._roots = []
+            else:
+                self._roots = [root for root in roots if (root[0][0] in nodes) is not inside]
             self._running = True
-            return batch, taken
+            return batch, entering
         self._running = False
         return None
 
-    def _run_last(self, roots: list[Root]) -> None:
-        """All is heard: everything left runs, leaves included."""
-        graph = self._graph
-        assert graph is not None
-        if self._some_dead and self._untold:  # a peer may be waiting to hear that nothing comes: before this runs
-            reached = reached_from(roots)
-            self._tell_none([node for node in self._untold if node not in reached])
-        graph.run_last(roots)
-        if self._untold:
-            self._tell_none([*self._untold])  # those that a node gave no gradient
-        roots.clear()  # so that a gradient that only passed through is nobody's here any more
-        self._all_has_run(graph.gradients)
-
-    def _run_part(self, batch: Batch[Node], roots: list[Root]) -> None:
-        """More is to be heard: what need not wait for it runs."""
-        graph = self._graph
-        assert graph is not None
-        if self._some_dead:
-            reached = reached_from(roots)
-            self._tell_none([node for node in batch.recvs if node not in reached])
-        if batch.way is Way.CLOSED:
-            graph.run_closed(batch.nodes, roots, batch.leaves)
-        else:
-            crossing = graph.run_cut(batch.nodes, roots)
-            with self._lock:
-                self._roots += crossing
-        if self._untold:
-            self._tell_none(batch.recvs)
+    def _may_run(self, graph: Graph) -> Batch[Node] | None:
+        """What need not wait for the Sends that have not been heard."""
+        if graph.inner.keys().isdisjoint(self._unheard):  # they enter at leaves alone, which wait for all
+            if self._inner_taken:
+                return None
+            self._inner_taken = True
+            return _ALL_BUT_LEAVES
+        if self._plan is None:
+            if len(graph.inner) < 2:
+                return None
+            self._plan = self._make_plan(graph)
+        return self._plan.take()
 
     def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
         """The last batch has run. False if the pass was given up meanwhile."""
@@ -247,8 +245,9 @@ class LocalPass(Generic[K]):
         """Under the lock: let go of the graph and of every gradient on its way."""
         self._graph = self._plan = None
         self._recvs = ()
-        self._sends, self._unheard, self._untold, self._roots = _NO_SENDS, {}, {}, []
         self._early.clear()
+        self._sends = self._unheard = self._untold = _NOTHING
+        self._roots = []
 
     def _tell(self, node: Node, gradients: Gradients | None) -> None:
         """A Recv has its gradients: called by the Recv from inside the engine, on whichever thread that is. The engine

@@ -43,6 +43,11 @@ class Roots(NamedTuple):
     edges: tuple[GradientEdge, ...]
     gradients: list[Tensor]
 
+    @property
+    def at_leaves(self) -> bool:
+        """Not worth asking."""
+        return False
+
 
 class Pass(LocalPass[MessageId]):
     """A backward pass as one worker sees it. Messages may come from any thread and in any order."""
@@ -51,6 +56,7 @@ class Pass(LocalPass[MessageId]):
     finished = False  # done or given up
     to_invite: set[WorkerId] | frozenset[WorkerId] = frozenset()  # of `known`, those this worker has yet to tell
     _ended = False  # whether those who wait for the end have been called
+    _on_end: "tuple[Callable[[Pass], None], ...]" = ()
 
     def __init__(
         self,
@@ -63,14 +69,13 @@ class Pass(LocalPass[MessageId]):
     ) -> None:
         self.retain_graph = retain_graph
         self._lock = threading.Lock()
-        self._early = []
         self.service = service
         self.context = context
         self.pass_id = pass_id
         self.root = root
-        self.known = {service.here, root, *known}  # workers that have been told of this pass, as far as we know
-        self._on_end: list[Callable[[Pass], None]] = []
+        self._early = []
         self._for_root: list[tuple[MessageId, Gradients | None]] = []  # to go with the answer, if that comes soon
+        self.known = {service.here, root, *known}  # workers that have been told of this pass, as far as we know
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.finished else "running"
@@ -250,14 +255,14 @@ class Pass(LocalPass[MessageId]):
         """Call `action` when this worker's part is over; now, if it is."""
         with self._lock:
             if not self._ended:
-                self._on_end.append(action)
+                self._on_end += (action,)
                 return
         action(self)
 
     def _end(self) -> None:
         with self._lock:
             self._ended = True
-            actions, self._on_end = self._on_end, []
+            actions, self._on_end = self._on_end, ()
             if self.error is not None:
                 self._for_root = []
         if self._for_root and not actions:  # no answer that they could go with

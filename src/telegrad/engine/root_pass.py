@@ -31,6 +31,7 @@ class RootPass(Pass):
     """A backward pass on the worker that began it."""
 
     complete = False  # all are done: nothing can fail any more
+    _named: frozenset[WorkerId] = frozenset()  # participants that others told of, and this worker did not know
     _waiting = False
     _told_of_error = False
     _news: Wakeup | None = None  # made by the root before it sleeps; set when something was settled
@@ -43,7 +44,6 @@ class RootPass(Pass):
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._asked: list[Slot] = []
         self._open: list[None] = []  # one for each request without an answer; whoever adds or removes one needs no lock
-        self._named: set[WorkerId] = set()  # participants that others told of
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         return False  # it has nobody to answer: gradients for its own Sends, of calls to itself, are told like others
@@ -78,7 +78,8 @@ class RootPass(Pass):
             reply = agent.reply_frame(slot).message
             if type(reply) is PassDone:
                 if not self.known.issuperset(reply.participants):
-                    self._named.update(reply.participants)
+                    with self._lock:
+                        self._named |= frozenset(reply.participants)
                 if reply.gradients:
                     self._hear_with_answer(slot.link.member, reply, agent.reply_tensors(slot))
         except RpcTimeout as error:  # of this request, or one that the worker's own pass met
@@ -113,7 +114,7 @@ class RootPass(Pass):
                 self._await_replies()
                 while (self._open or not self._ended) and self.error is None:
                     self._sleep()
-                newcomers = self._named - self.known if self._named else self._named
+                newcomers = self._named and self._named - self.known
                 if self.error is not None or not newcomers:
                     break
                 self.known |= newcomers

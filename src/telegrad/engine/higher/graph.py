@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class RecordedGraph(Graph):
             if node in needed
         }
         self.leaves = {node: leaf for node, leaf in self.leaves.items() if node in needed}
+        self.ends = [node for node in self.ends if node in needed]
         if self.parts is not None:
             self.parts = {
                 key: ({node: None for node in inner if node in needed}, [node for node in ends if node in needed])
@@ -125,6 +126,10 @@ class RecordedGraph(Graph):
             entry = (get_gradient_edge(sums.root()), torch.empty(0))
             found = self._call([entry], tuple(wanted.values()), False)
             self.captured.update({key: total for key, total in zip(wanted, found, strict=True) if total is not None})
+
+    def run_closed(self, nodes: Iterable[Node], roots: list[Root], leaves: Sequence[Node] | None = None) -> None:
+        """Nodes that lead to nothing but each other and `leaves`; what enters elsewhere is not asked for."""
+        super().run_closed(nodes, [root for root in roots if root[0].node in self.edges], leaves)
 
     def _hand_over_large(self, roots: list[Root]) -> None:
         if not self._create_graph:  # with a graph a leaf copies in any case
