@@ -19,7 +19,7 @@ from torch import Tensor
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import RecvNode, SendNode, attach_recv
 from telegrad.autograd.outside import leave_behind, without_grad
-from telegrad.autograd.registry import Registry, current, registry_of, within
+from telegrad.autograd.registry import Registry, current, within
 from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
 from telegrad.rpc.agent import Agent
@@ -63,9 +63,8 @@ def record_call(
         context.check_usable()
     context.participants.add(to)  # before the Send: a pass that counts that one must know whom to ask
     metadata = _record_send(registry, context, to, tensors)
-    return RpcWithAutograd(metadata, message, context.strict), _Recorded(  # type: ignore[arg-type] # it is in _CALLS
-        context, to, metadata.message_id
-    )
+    recorded = _Recorded(context, to, metadata.message_id)
+    return RpcWithAutograd(metadata, message, context.strict), recorded  # type: ignore[arg-type] # it is in _CALLS
 
 
 def _check_strict(registry: Registry, to: WorkerId, tensors: list[Tensor]) -> None:
@@ -94,7 +93,7 @@ _WITHOUT_GRAD = _WithoutGrad()
 
 
 def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: list[Tensor]) -> AutogradMetadata:
-    message_id: MessageId = next(registry.message_ids)
+    message_id = MessageId(next(registry.message_ids))
     for tensor in tensors:
         if tensor.requires_grad:
             context.add_send(SendNode(message_id, to, [tensor for tensor in tensors if tensor.requires_grad]))
@@ -110,19 +109,16 @@ def record_recv(
     note: Callable[[Context, RecvNode], None] = Context.add_recv,
 ) -> list[Tensor]:
     """Put the tensors that required grad at their sender behind a Recv."""
-    plain, positions = [], []
+    behind = {}  # by position
     for position, tensor in enumerate(tensors):
         if tensor.requires_grad:
-            plain.append(tensor.requires_grad_(False) if type(tensor) is Tensor else _of_parameter(tensor, tensors))
-            positions.append(position)
-    if not plain:
-        return tensors
-    attached, recv = attach_recv(plain, message_id, sender)
-    note(context, recv)
-    if len(plain) == len(tensors):
-        return list(attached)
-    for position, tensor in zip(positions, attached, strict=True):
-        tensors[position] = tensor
+            plain = type(tensor) is Tensor
+            behind[position] = tensor.requires_grad_(False) if plain else _of_parameter(tensor, tensors)
+    if behind:
+        attached, recv = attach_recv([*behind.values()], message_id, sender)
+        note(context, recv)
+        for position, tensor in zip(behind, attached, strict=True):
+            tensors[position] = tensor
     return tensors
 
 
@@ -226,10 +222,7 @@ def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
 
 def _has_gradients(frame: Frame) -> bool:
     """Whether a message has tensors that require grad, so that there is a Send that waits to hear."""
-    for spec in frame.tensors:
-        if spec.flags & _REQUIRES_GRAD:
-            return True
-    return False
+    return any(spec.flags & _REQUIRES_GRAD for spec in frame.tensors)
 
 
 class AutogradLayer(Registry):

@@ -5,7 +5,7 @@ context reaches has one under the same id; the worker that opened it tells them 
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ class Snapshot(msgspec.Struct, frozen=True, eq=False):
     sends: dict[MessageId, SendNode]
     recvs: dict[MessageId, RecvNode]
     orphans: dict[MessageId, WorkerId]
-    alone: Set[MessageId] = frozenset()  # Sends that will hear from nobody
+    alone: set[MessageId] | frozenset[MessageId] = frozenset()  # Sends that will hear from nobody
 
 
 class Context(msgspec.Struct, eq=False, weakref=True):

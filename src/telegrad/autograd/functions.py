@@ -149,20 +149,20 @@ class _Drop(torch.autograd.Function):
 # Takes the gradients of a Recv, known by its autograd node: one gradient or None for each tensor.
 Taker: TypeAlias = Callable[[Node, Gradients], None]
 
-_TAKER = "telegrad.taker"
+TAKER = "telegrad.taker"
 _has_state, _get_state = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
-_set_state: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+set_state: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
 
 
 def _takes_no_reference() -> bool:
     """Whether this torch forgets to count the reference that it keeps and later drops; those before 2.13 may."""
     probe = object()
     before = sys.getrefcount(probe)
-    _set_state("telegrad.probe", probe)
+    set_state("telegrad.probe", probe)
     forgets = sys.getrefcount(probe) == before
     if forgets:
         _count_reference(probe)
-    _set_state("telegrad.probe", None)
+    set_state("telegrad.probe", None)
     return forgets
 
 
@@ -176,41 +176,24 @@ def _set_counted(key: str, value: object) -> None:
 
 
 if _takes_no_reference():
-    _set_state = _set_counted
+    set_state = _set_counted
 
 
 def taker() -> Taker | None:
     """Who takes the gradients of Recvs in the engine call that this code runs in; None outside of any pass."""
-    found: Taker | None = _get_state(_TAKER) if _has_state(_TAKER) else None
+    found: Taker | None = _get_state(TAKER) if _has_state(TAKER) else None
     return found
-
-
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
-
-
-def run_engine(new: Taker, *call: Any) -> tuple[Tensor | None, ...]:
-    """A call of torch's engine that gives the gradients of the Recvs it reaches to `new`."""
-    try:
-        before = _get_state(_TAKER)
-    except RuntimeError:  # the first time in a thread
-        before = None
-    _set_state(_TAKER, new)
-    try:
-        found: tuple[Tensor | None, ...] = _run_backward(*call)
-        return found
-    finally:
-        _set_state(_TAKER, before)
 
 
 @contextlib.contextmanager
 def running_in(new: Taker) -> Iterator[None]:
     """`with running_in(taker):` gives the Recvs that engine calls within reach to `taker`."""
     before = taker()
-    _set_state(_TAKER, new)
+    set_state(TAKER, new)
     try:
         yield
     finally:
-        _set_state(_TAKER, before)
+        set_state(TAKER, before)
 
 
 class RecvNode(msgspec.Struct, eq=False, weakref=True):
@@ -274,7 +257,7 @@ def _forward(
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
-    take: Taker | None = _get_state(_TAKER) if _has_state(_TAKER) else None
+    take: Taker | None = _get_state(TAKER) if _has_state(TAKER) else None
     if take is None:
         raise AutogradError(
             f"gradients reached tensors received from worker {ctx.peer} (message {ctx.message_id}), but no "

@@ -98,7 +98,7 @@ class Registry(ContextHolder):
 
     def find(self, context_id: int) -> Context:
         """A context that must exist."""
-        context = self._contexts.get(context_id)  # type: ignore[call-overload] # of what is an id, perhaps
+        context = self._contexts.get(ContextId(context_id))
         if context is None:
             raise ContextNotFound(
                 f"Could not find autograd context with id: {context_id} on worker {self.agent.info.name!r}: it has "

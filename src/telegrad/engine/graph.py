@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from telegrad.autograd.functions import ANCHOR, Gradients, Taker, run_engine, taker
+from telegrad.autograd.functions import ANCHOR, TAKER, Gradients, Taker, set_state, taker
 from telegrad.cuda import order
 from telegrad.engine.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.cut import cut_before
@@ -46,6 +46,8 @@ class Entered(Protocol):
 _ANCHOR = ANCHOR.node
 _NOTHING_BUT_RECVS = (ANCHOR,)
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
+_get_state = torch._C._get_obj_in_tls
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Graph:
@@ -77,13 +79,14 @@ class Graph:
             self._walk_rest()
         self.ends: Sequence[Node] = list(self.leaves)  # the leaves that `inner` reach
         for edge in at_leaves:
-            node: Any = edge[0]
+            node = edge[0]
             self.edges[node] = ()
-            self.leaves[node] = node.variable
+            if (leaf := getattr(node, "variable", None)) is not None:
+                self.leaves[node] = leaf
 
     def _walk(self, entries: Iterable[GradientEdge]) -> None:
         edges, leaves = self.edges, self.leaves
-        found = [edge[:2] for edge in entries]
+        found: list[tuple[Node | None, int]] = [edge[:2] for edge in entries]
         for node, _ in found:  # grows; a node may be there more than once
             if node not in edges and node is not None:
                 edges[node] = following = node.next_functions
@@ -100,7 +103,7 @@ class Graph:
         for send in itertools.islice(self.inner.values(), 1, None):
             nodes: dict[Node, None] = {}
             ends: list[Node] = []
-            found = [edge[:2] for edge in send.edges]
+            found: list[tuple[Node | None, int]] = [edge[:2] for edge in send.edges]
             for node, _ in found:
                 if node in leaves:
                     ends.append(node)
@@ -133,32 +136,29 @@ class Graph:
             self.run_closed(self.edges, [root for root in roots if root[0].node not in leaves])
             roots = straight
             claim = wait_for_claim(variables)
+        kept = take_grads(variables)
         try:
-            self._run_with_leaves(roots, variables)
+            self._run_with_leaves(roots)
         finally:
+            self.gradients = take_grads(variables)
+            if kept:
+                put_back(kept)
             release(claim)
 
-    def _run_with_leaves(self, roots: list[Root], variables: list[Tensor]) -> None:
+    def _run_with_leaves(self, roots: list[Root]) -> None:
         for _, gradient in roots:
             if gradient is not None and _is_large(gradient):
                 self._hand_over_large(roots)
                 break
         if self._sums:
             roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
-        if not roots:
-            return
-        shared = may_share(self.edges, self.leaves) if len(variables) > 1 else None
-        aside = take_grads(variables)
-        try:
+        if roots:
+            shared = len(self.leaves) > 1 and may_share(self.edges, self.leaves)
             if shared:
                 with shared_held(shared):
                     self._call(roots, (), True)
             else:
                 self._call(roots, (), True)
-        finally:
-            self.gradients = take_grads(variables)
-            if aside:
-                put_back(aside)
 
     def _hand_over_large(self, roots: list[Root]) -> None:
         """Turn large gradients that enter at a leaf into sums. A leaf copies what it is given unless nobody else holds
@@ -254,9 +254,15 @@ class Graph:
             with _entering(roots) as entering:
                 return self._call(entering, wanted, accumulate, whole=True)
         edges, gradients = zip(*roots, strict=True)
-        return run_engine(
-            self._taker, edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate
-        )
+        try:
+            before = _get_state(TAKER)
+        except RuntimeError:  # the first time in a thread
+            before = None
+        set_state(TAKER, self._taker)
+        try:
+            return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
+        finally:
+            set_state(TAKER, before)
 
 
 def _is_large(gradient: Tensor) -> bool:

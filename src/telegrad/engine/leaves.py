@@ -3,8 +3,8 @@
 A leaf's own node runs once in a pass, with the total, so that hooks on leaves see what they would see in one
 process. Until then its gradient arrives in parts, and asking the engine for a part would fire the leaf's tensor hooks:
 `hooks_held`. When the node runs it writes to `.grad`, which belongs to the user: `take_grads` takes the user's value
-before that and the result after it, `put_back` gives the value back. A leaf takes a gradient that nobody else holds and copies
-any other; one that several leaves have in common is to be copied for each, as in torch's distributed pass:
+before that and the result after it, `put_back` gives the value back. A leaf takes a gradient that nobody else holds
+and copies any other; one that several leaves have in common is to be copied for each, as in torch's distributed pass:
 `shared_held`. Other passes may use the same leaves in other threads: whoever does any of this has claimed them.
 """
 

@@ -52,10 +52,10 @@ class LocalPass(Generic[K]):
     _graph_type: Callable[[Sends[K], Taker, bool], Graph] = Graph
     _graph: Graph | None = None  # from the start to the end; the runner's
     _plan: "Apart[K, Node] | Plan[K, Node] | None" = None  # only if something may run before all has been heard
-    _sends: Sends[K] = {}
-    _unheard: dict[K, Entered] = {}  # noqa: RUF012 - as all tables here, replaced when the pass starts
+    _sends: Sends[K] = _NOTHING  # as all tables here: replaced when the pass starts
+    _unheard: dict[K, Entered] = _NOTHING
     _recvs: Iterable[RecvNode] = ()
-    _untold: dict[Node, RecvNode] = {}  # noqa: RUF012
+    _untold: dict[Node, RecvNode] = _NOTHING
     _roots: list[Root] = []  # noqa: RUF012 - heard or collected, not yet entered
     _running = False
     _inner_taken = False  # whether all that is above leaves has been taken to run

@@ -54,7 +54,6 @@ class Pass(LocalPass[MessageId]):
 
     error: BaseException | None = None
     finished = False  # done or given up
-    to_invite: set[WorkerId] | frozenset[WorkerId] = frozenset()  # of `known`, those this worker has yet to tell
     _ended = False  # whether those who wait for the end have been called
     _on_end: "tuple[Callable[[Pass], None], ...]" = ()
 
@@ -73,6 +72,7 @@ class Pass(LocalPass[MessageId]):
         self.context = context
         self.pass_id = pass_id
         self.root = root
+        self.to_invite: set[WorkerId] = set()  # of `known`, those this worker has yet to tell
         self._early = []
         self._for_root: list[tuple[MessageId, Gradients | None]] = []  # to go with the answer, if that comes soon
         self.known = {service.here, root, *known}  # workers that have been told of this pass, as far as we know
@@ -138,7 +138,6 @@ class Pass(LocalPass[MessageId]):
 
     def _invite_rest(self) -> None:
         """What could run has run. A Recv that waits may wait for the very worker it would tell of the pass."""
-        assert isinstance(self.to_invite, set)
         while self.to_invite and not self.finished:
             self.service.invite(self, self.to_invite.pop())
 

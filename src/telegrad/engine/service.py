@@ -154,14 +154,8 @@ class Service(Layer):
     def tell(self, pass_: Pass, worker: WorkerId, message_id: MessageId, gradients: Gradients | None) -> None:
         """Give the peer of a Recv its gradients, or tell it that none will come."""
         present, tensors = _to_send(gradients)
-        message = PropagateGradients(
-            AutogradMetadata(pass_.context.context_id, message_id),
-            pass_.pass_id,
-            pass_.root,
-            pass_.retain_graph,
-            pass_.named(),
-            present,
-        )
+        metadata = AutogradMetadata(pass_.context.context_id, message_id)
+        message = PropagateGradients(metadata, pass_.pass_id, pass_.root, pass_.retain_graph, pass_.named(), present)
         self._request(pass_, worker, message, Packed(b"", tensors))
 
     def tell_too_late(self, pass_: Pass, worker: WorkerId, message_id: MessageId) -> None:
@@ -172,8 +166,7 @@ class Service(Layer):
         )
 
     def _request(self, pass_: Pass, worker: WorkerId, message: AnyMessage, packed: Packed) -> None:
-        if pass_.to_invite:
-            pass_.to_invite -= {worker}
+        pass_.to_invite.discard(worker)
         pass_.ask(self._member(worker), message, packed)
 
     def refused(self, pass_: Pass, error: Exception) -> None:
