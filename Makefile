@@ -17,7 +17,7 @@ CASES  ?=
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test test-engines slurm check format bench conformance chaos docs clean
+.PHONY: help demo test test-engines engines check format bench conformance chaos docs ptx clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -28,15 +28,19 @@ demo: $(VENV)/.installed-demo  ## train a small network over three local workers
 test: check  ## check, then all tests (short profile)
 	$(BIN)/python -m pytest --durations=20 $(ARGS)
 
-test-engines: $(VENV)/.installed-dev slurm  ## tests on Ray, torchrun and Slurm, installed here as far as possible
+test-engines: $(VENV)/.installed-dev engines  ## tests on Ray, torchrun, Slurm and MPI, installed here as far as possible
 	-$(MAKE) --no-print-directory $(VENV)/.installed-ray
-	TELEGRAD_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines $(ARGS)
+	TELEGRAD_TEST_ENGINES=1 $(BIN)/python -m pytest --durations=10 tests/engines $(ARGS)
 
-# Slurm from the system's packages: only as root, and only if it is there; its test is skipped otherwise, with a reason.
-slurm:
-	@command -v slurmctld munged > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && \
-	  { timeout 120 apt-get update -qq; DEBIAN_FRONTEND=noninteractive timeout 240 apt-get install -qq -y --no-install-recommends \
-	  slurm-wlm munge; } > /dev/null 2>&1; } || echo "Slurm is not here and could not be installed: its test is skipped"
+# Slurm and MPI from the system's packages: only as root, and only if they are there; else their tests are skipped, with
+# a reason.
+engines:
+	@for each in slurmctld:slurm-wlm munged:munge mpirun:openmpi-bin; do \
+	  command -v $${each%:*} > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && \
+	  { DEBIAN_FRONTEND=noninteractive timeout 240 apt-get install -qq -y --no-install-recommends $${each#*:} || \
+	  { timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 240 apt-get install -qq -y \
+	  --no-install-recommends $${each#*:}; }; } > /dev/null 2>&1; } || \
+	  echo "$${each%:*} is not here and could not be installed: its tests are skipped"; done
 
 check: $(VENV)/.installed-dev  ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .
@@ -60,8 +64,13 @@ chaos: $(VENV)/.installed-dev  ## kills, cuts, fuzzing and soak at full length
 docs: $(VENV)/.installed-docs  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
+# An old version of PTX on purpose: the kernel needs nothing newer, and drivers refuse versions newer than themselves.
+ptx:  ## the kernel of CUDA messages from its source; needs nvcc
+	nvcc -arch=compute_75 -ptx -O3 src/telegrad/cuda/copy_kernel.cu -o - | sed -e '/^\/\//d' -e 's/^\.version .*/.version 6.5/' \
+	  | sed -e '1i // Made from copy_kernel.cu by `make ptx`.' -e '/./,$$!d' > src/telegrad/cuda/copy_kernel.ptx
+
 clean:  ## what the other targets wrote, except .venv
-	rm -rf build dist site bench-output demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site bench-output demo-output examples-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The order matters: the pinned torch first and alone, so that no other requirement chooses one. Then what the package

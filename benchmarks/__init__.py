@@ -9,7 +9,7 @@ implementations, so that whatever else the machine does falls on all of them.
     work        what runs on the other workers
     worker      one worker process: does what the harness orders
     cluster     the harness's view of a set of workers: orders, deadlines, their end
-    leash       no process outlives the harness
+    parent_death   no process outlives the harness
     harness     rounds, interleaved; a case that cannot run is reported and the rest goes on
     footprint   what needs a fresh interpreter: import time, memory of an idle worker
     limits      what the machine itself can do, measured in the same run

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks import apis, worker
-from benchmarks.leash import tie_to_harness
+from benchmarks.parent_death import tie_to_harness
 from benchmarks.worker import Place
 
 PRELOADED = ["torch", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.optim"]

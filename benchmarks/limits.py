@@ -21,7 +21,7 @@ from multiprocessing import connection
 
 from benchmarks import apis
 from benchmarks.cases import MB, Case
-from benchmarks.leash import tie_to_harness
+from benchmarks.parent_death import tie_to_harness
 
 MESSAGE = 200
 SIZES = (1, 16, 128)  # megabytes: those of the cases

@@ -14,7 +14,7 @@ from multiprocessing import connection
 from typing import Any
 
 from benchmarks import apis, cases
-from benchmarks.leash import tie_to_harness
+from benchmarks.parent_death import tie_to_harness
 
 WARM_UP_SHARE = 0.1
 

@@ -8,12 +8,11 @@ of it, and one optimizer steps on all three owners.
 """
 
 import argparse
-import sys
-import time
 from pathlib import Path
 
 import demo_picture as picture
 import torch
+from showing import Bar
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -86,18 +85,6 @@ def accuracy(network: Network, images: Tensor, labels: Tensor) -> float:
         return (network(images).argmax(dim=1) == labels).float().mean().item()
 
 
-def show_progress(epoch: int, epochs: int, loss: float, held_out: float, begun: float) -> None:
-    done = round(24 * epoch / epochs)
-    bar = "#" * done + "." * (24 - done)
-    end = "\r" if sys.stdout.isatty() and epoch < epochs else "\n"
-    seconds = time.monotonic() - begun
-    print(
-        f"[{bar}] epoch {epoch}/{epochs}  loss {loss:.3f}  held-out {held_out:.1%}  {seconds:.0f} s",
-        end=end,
-        flush=True,
-    )
-
-
 def train(epochs: int, images: Tensor, labels: Tensor, timeline: Path) -> tuple[list[float], list[float]]:
     """Train; then record two more steps. Returns the loss of each step and the accuracy after each epoch."""
     mixed = torch.randperm(len(labels))
@@ -105,12 +92,12 @@ def train(epochs: int, images: Tensor, labels: Tensor, timeline: Path) -> tuple[
     network = Network()
     optimizer = DistributedOptimizer(torch.optim.Adam, network.references(), lr=3e-3)
     losses, accuracies = [], []
-    begun = time.monotonic()
-    for epoch in range(1, epochs + 1):
-        for batch in torch.split(seen[torch.randperm(len(seen))], BATCH):
-            losses.append(train_step(network, optimizer, images[batch], labels[batch]))
-        accuracies.append(accuracy(network, images[held_out], labels[held_out]))
-        show_progress(epoch, epochs, losses[-1], accuracies[-1], begun)
+    with Bar(epochs, "epoch") as bar:
+        for epoch in range(1, epochs + 1):
+            for batch in torch.split(seen[torch.randperm(len(seen))], BATCH):
+                losses.append(train_step(network, optimizer, images[batch], labels[batch]))
+            accuracies.append(accuracy(network, images[held_out], labels[held_out]))
+            bar.show(epoch, f"loss {losses[-1]:.3f}  held-out {accuracies[-1]:.1%}")
     with telegrad.observe.record(timeline):
         for batch in torch.split(seen, BATCH)[:DRAWN_STEPS]:
             train_step(network, optimizer, images[batch], labels[batch])

@@ -1,20 +1,11 @@
 """The page of the demo: how the network learned, and who did what in two steps, from the timeline that was recorded."""
 
 import html
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-COLOURS = {
-    "forward": "#4c8bf5",
-    "backward": "#e4572e",
-    "gradient": "#f2a65a",
-    "optimizer": "#3aa76d",
-    "wait": "#c9ced6",
-    "run": "#8e6cc9",
-}
-_NAMES = {"forward": "forward", "backward": "backward", "gradient": "gradients taken", "run": "other calls"}
+from showing import BLUE, RED, draw_timeline, load_timeline, slices_of, workers_of
 
 
 def draw(directory: Path, losses: Sequence[float], accuracies: Sequence[float]) -> list[Path]:
@@ -24,10 +15,10 @@ def draw(directory: Path, losses: Sequence[float], accuracies: Sequence[float]) 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    timeline = json.loads((directory / "timeline.json").read_text())
+    timeline = load_timeline(directory / "timeline.json")
     figure, (curve, bars) = plt.subplots(2, 1, figsize=(12, 8), height_ratios=[1, 1.1], layout="constrained")
     _draw_curve(curve, losses, accuracies)
-    _draw_timeline(bars, timeline)
+    draw_timeline(bars, timeline, "Who did what in two training steps, as telegrad.observe.record saw it")
     png, svg, page = directory / "demo.png", directory / "demo.svg", directory / "demo.html"
     figure.savefig(png, dpi=120)
     figure.savefig(svg)
@@ -40,12 +31,12 @@ def draw(directory: Path, losses: Sequence[float], accuracies: Sequence[float]) 
 def _draw_curve(axes: Any, losses: Sequence[float], accuracies: Sequence[float]) -> None:
     epochs = range(1, len(accuracies) + 1)
     steps = [1 + i * (len(accuracies) - 1) / max(1, len(losses) - 1) for i in range(len(losses))]
-    axes.plot(steps, losses, color="#9db8e8", lw=1, label="loss of each step")
+    axes.plot(steps, losses, color=BLUE, alpha=0.5, lw=1, label="loss of each step")
     axes.set_xlabel("epoch")
     axes.set_ylabel("loss")
     axes.set_ylim(bottom=0)
     right = axes.twinx()
-    right.plot(epochs, [100 * a for a in accuracies], color="#e4572e", marker="o", ms=3, label="held-out accuracy")
+    right.plot(epochs, [100 * a for a in accuracies], color=RED, marker="o", ms=3, label="held-out accuracy")
     right.set_ylabel("% right")
     right.set_ylim(0, 102)
     axes.set_title("Learning to read digits over three workers")
@@ -53,47 +44,14 @@ def _draw_curve(axes: Any, losses: Sequence[float], accuracies: Sequence[float])
     axes.legend(lines, [line.get_label() for line in lines], loc="center right", frameon=False)
 
 
-def _draw_timeline(axes: Any, timeline: dict[str, Any]) -> None:
-    workers = _workers(timeline)
-    shown: set[str] = set()
-    for event in _slices(timeline):
-        category = event["cat"]
-        label = _NAMES.get(category, category) if category not in shown else None
-        shown.add(category)
-        begin, length = event["ts"] / 1e3, event["dur"] / 1e3
-        row = list(workers).index(event["pid"])
-        height = 0.35 if category == "wait" else 0.7
-        axes.barh(row, length, left=begin, height=height, color=COLOURS[category], label=label)
-    axes.set_yticks(range(len(workers)), workers.values())
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds")
-    axes.set_title("Who did what in two training steps, as telegrad.observe.record saw it")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=6, frameon=False)
-
-
-def _workers(timeline: dict[str, Any]) -> dict[int, str]:
-    return {e["pid"]: e["args"]["name"].split()[0] for e in timeline["traceEvents"] if e["name"] == "process_name"}
-
-
-def _slices(timeline: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is drawn, long ones first, so that short ones lie on top."""
-    found = [
-        event
-        for event in timeline["traceEvents"]
-        if event["ph"] == "X" and event["cat"] in COLOURS and "until answered" not in event["name"]
-    ]
-    own = [e for e in found if e["cat"] != "gradient" or " → " not in e["name"]]  # where it ran, not where it was sent
-    return sorted(own, key=lambda event: -event["dur"])
-
-
 def _time(milliseconds: float) -> str:
     return f"{milliseconds * 1e3:.0f} µs" if milliseconds < 1 else f"{milliseconds:.1f} ms"
 
 
 def _page(svg: str, timeline: dict[str, Any], accuracies: Sequence[float]) -> str:
-    workers = _workers(timeline)
+    workers = workers_of(timeline)
     took: dict[tuple[str, str], list[float]] = {}
-    for event in sorted(_slices(timeline), key=lambda e: (e["pid"], e["ts"])):
+    for event in sorted(slices_of(timeline), key=lambda e: (e["pid"], e["ts"])):
         took.setdefault((workers[event["pid"]], event["name"]), []).append(event["dur"] / 1e3)
     rows = [
         f"<tr><td>{html.escape(worker)}<td>{html.escape(what)}<td>{len(times)}<td>{_time(sum(times) / len(times))}"

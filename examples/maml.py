@@ -8,9 +8,11 @@ a gradient, and both run over both workers.
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
+from showing import BLUE, GREY, RED, Bar, curves, picture
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -19,6 +21,7 @@ from telegrad import autograd, rpc
 from telegrad.optim import DistributedOptimizer
 
 INNER_LR = 0.05
+EVERY = 10  # rounds between two looks at tasks that are not learnt from
 
 
 class Half:
@@ -50,8 +53,8 @@ def predict(first: Any, second: Any, x: Tensor, adapted: bool) -> Tensor:
 
 def task(data: torch.Generator) -> tuple[Tensor, Tensor]:
     """Points of a sine wave of some height and phase."""
-    height, phase = torch.rand(2, generator=data) * torch.tensor([4.0, 3.0]) + torch.tensor([1.0, 0.0])
-    x = torch.rand(20, 1, generator=data) * 10 - 5
+    height, phase = torch.rand(2, generator=data) * torch.tensor([2.0, 3.0]) + torch.tensor([1.0, 0.0])
+    x = torch.rand(20, 1, generator=data) * 6 - 3
     return x, height * torch.sin(x + phase)
 
 
@@ -79,29 +82,58 @@ class Learner:
         return total / len(tasks)
 
 
-def run(rounds: int, lr: float) -> tuple[float, float]:
-    """The mean loss after one inner step on tasks that are not learnt from, before and after."""
-    learner = Learner()
+def run(learner: Learner, rounds: int, lr: float) -> list[float]:
+    """The mean loss after one inner step on tasks that are not learnt from, every ten rounds."""
     optimizer = DistributedOptimizer(torch.optim.Adam, learner.weights, lr=lr)
     data = torch.Generator().manual_seed(0)
     held_out = [task(data) for _ in range(20)]
-    before = learner.mean_loss(held_out)
-    for _ in range(rounds):
-        x, y = task(data)
-        with autograd.context() as context_id:
-            autograd.backward(context_id, [learner.loss_after_one_step(context_id, x, y)])
-            optimizer.step(context_id)
-    return before, learner.mean_loss(held_out)
+    found = [learner.mean_loss(held_out)]
+    with Bar(rounds, "round") as bar:
+        for number in range(1, rounds + 1):
+            x, y = task(data)
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [learner.loss_after_one_step(context_id, x, y)])
+                optimizer.step(context_id)
+            if number % EVERY == 0 or number == rounds:
+                found.append(learner.mean_loss(held_out))
+            bar.show(number, f"loss after one step {found[-1]:.3f}")
+    return found
+
+
+def draw(learner: Learner, found: list[float], path: Path) -> None:
+    """The loss, and what one inner step makes of a wave that was never seen."""
+    x, y = task(torch.Generator().manual_seed(99))
+    everywhere = torch.linspace(-3, 3, 200)[:, None]
+    first, second = learner.halves
+    with torch.no_grad():
+        before = predict(first, second, everywhere, adapted=False)
+    with autograd.context() as context_id:
+        learner.loss_after_one_step(context_id, x, y)
+        after = predict(first, second, everywhere, adapted=True).detach()
+
+    def fill(left: Any, right: Any) -> None:
+        curves(left, {"": found}, f"rounds, by {EVERY}", "loss", "The loss after one inner step falls")
+        right.plot(everywhere, before, color=GREY, label="before the step")
+        right.plot(everywhere, after, color=BLUE, label="after one step on ten points")
+        right.scatter(x[:10], y[:10], color=RED, zorder=3, label="those points")
+        right.scatter(x[10:], y[10:], color=RED, alpha=0.3, label="the rest of the wave")
+        right.set(xlabel="x", ylabel="y", title="One step towards a wave it never saw")
+        right.legend(fontsize=8)
+
+    picture(path, fill, panels=2, width=12)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="MAML over two workers.")
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     options = parser.parse_args()
     with telegrad.local_cluster(workers=3):
-        before, after = run(options.rounds, options.lr)
-    print(f"loss {before:.4f} -> {after:.4f}")
+        learner = Learner()
+        found = run(learner, options.rounds, options.lr)
+        draw(learner, found, options.output / "maml.png")
+    print(f"loss {found[0]:.4f} -> {found[-1]:.4f}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ a trainer's share of the work is given out again, a stage of the pipeline is put
 """
 
 import argparse
+from pathlib import Path
 
 import torch
-from parameter_server import TRUE_WEIGHT, ParameterServer, train
+from parameter_server import TRUE_WEIGHT, ParameterServer, Progress, train
+from showing import Bar, curves, picture
 from torch import Tensor, nn
 
 from telegrad import autograd, rpc
@@ -21,24 +23,25 @@ from telegrad.optim import DistributedOptimizer
 KEEP_EVERY = 5  # steps between two checkpoints of the pipeline
 
 
-def parameter_server(cluster: RayCluster, steps: int) -> float:
-    """The server is this process, the actors train; how far the weights are from the true ones at the end."""
-    server = rpc.RRef(ParameterServer())
+def parameter_server(cluster: RayCluster, steps: int, bar: Bar) -> tuple[dict[str, list[float]], float]:
+    """The server is this process, the actors train; their losses, and how far the weights are from the true ones."""
+    server, progress = rpc.RRef(ParameterServer()), rpc.RRef(Progress(bar))
     shares = {
-        name: rpc.rpc_async(name, train, args=(server, i, steps, 0.1), timeout=0)
+        name: rpc.rpc_async(name, train, args=(server, i, steps, 0.1, progress), timeout=0)
         for i, name in enumerate(cluster.names)
     }
+    losses = {}
     cluster.kill("worker1")
     for seed, (name, share) in enumerate(shares.items()):
         try:
-            share.wait()
+            losses[name] = share.wait()
         except WorkerDied as error:
             print(f"lost: {error}")
             cluster.wait_for(name)
             print(f"{name} is back; its share is done again")
-            rpc.rpc_sync(name, train, args=(server, seed + 100, steps, 0.1), timeout=0)
+            losses[name] = rpc.rpc_sync(name, train, args=(server, seed + 100, steps, 0.1, progress), timeout=0)
     weight, bias = (parameter.detach() for parameter in server.local_value().parameters())
-    return max(float((weight - TRUE_WEIGHT).abs().max()), float((bias - 1.0).abs()))
+    return losses, max(float((weight - TRUE_WEIGHT).abs().max()), float((bias - 1.0).abs()))
 
 
 class Stage(nn.Module):
@@ -87,20 +90,22 @@ class Pipeline:
         return {name: stage.rpc_sync().state() for name, stage in zip(SHAPES, self.stages, strict=True)}
 
 
-def pipeline(cluster: RayCluster, steps: int) -> float:
-    """Train over two actors, one of which is killed half-way; the last loss."""
+def pipeline(cluster: RayCluster, steps: int, bar: Bar) -> list[float]:
+    """Train over two actors, one of which is killed half-way; the loss of each step."""
     pipe, kept, kept_at = Pipeline({}), States(), 0
     data = torch.Generator().manual_seed(0)
     x = torch.randn(64, 4, generator=data)
     y = x.sum(1, keepdim=True).sin()
-    step, loss, killed = 0, float("inf"), False
+    step, killed = 0, False
+    losses: list[float] = []
     while step < steps:
         try:
             if step == steps // 2 and not killed:
                 killed = True
                 cluster.kill("worker1")
-            loss = pipe.step(x, y)
+            losses[step:] = [pipe.step(x, y)]
             step += 1
+            bar.show(step, f"loss {losses[-1]:.4f}")
             if step % KEEP_EVERY == 0:
                 kept, kept_at = pipe.states(), step
         except WorkerDied as error:
@@ -108,19 +113,26 @@ def pipeline(cluster: RayCluster, steps: int) -> float:
             cluster.wait_for(error.worker)
             pipe, step = Pipeline(kept), kept_at
             print(f"{error.worker} is back; going on from step {kept_at}")
-    return loss
+    return losses
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Training on Ray with an actor killed in the middle.")
     parser.add_argument("what", choices=["parameter-server", "pipeline"])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     options = parser.parse_args()
     with ray_cluster(workers=2, resources={"CPU": 0.5}, max_restarts=2) as cluster:
         if options.what == "pipeline":
-            print(f"last loss: {pipeline(cluster, options.steps):.5f}")
+            with Bar(options.steps) as bar:
+                series = {"loss": pipeline(cluster, options.steps, bar)}
+            print(f"last loss: {series['loss'][-1]:.5f}")
         else:
-            print(f"largest error of a weight: {parameter_server(cluster, options.steps):.5f}")
+            with Bar(options.steps * len(cluster.names)) as bar:
+                series, error = parameter_server(cluster, options.steps, bar)
+            print(f"largest error of a weight: {error:.5f}")
+    path, title = options.output / f"on_ray_{options.what}.png", "An actor was killed on the way"
+    picture(path, lambda axes: curves(axes, series, "step", "loss", title, scale="log"))
 
 
 if __name__ == "__main__":

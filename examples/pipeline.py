@@ -2,19 +2,24 @@
 
 A batch is cut into micro-batches. Each stage passes its result to the next by a call of its own and returns what comes
 back, so the activations go from worker to worker and never through the trainer. One backward pass then runs through
-all micro-batches, and the gradients of each stage add up in the context.
+all micro-batches, and the gradients of each stage add up in the context. The plot has the loss, and one step as
+`telegrad.observe.record` saw it.
 
     python examples/pipeline.py --steps 30 --micro-batches 4
 """
 
 import argparse
-import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
+from showing import Bar, curves, draw_timeline, load_timeline, picture
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import telegrad
+import telegrad.observe
 from telegrad import autograd, rpc
 from telegrad.optim import DistributedOptimizer
 
@@ -49,26 +54,41 @@ def build() -> list[rpc.RRef[Stage]]:
     return stages
 
 
-def run(steps: int, batch: int, micro_batches: int) -> list[float]:
-    """Train to tell the sign of a sum; the loss of each step."""
+def train_step(stages: list[rpc.RRef[Stage]], optimizer: DistributedOptimizer, x: Tensor, micro_batches: int) -> float:
+    """All micro-batches are under way before the first is waited for."""
+    y = (x[:, :8].sum(dim=1) > 0).float()
+    with autograd.context() as context_id:
+        flying = [stages[0].rpc_async().forward(part) for part in x.chunk(micro_batches)]
+        scores = torch.cat([future.wait() for future in flying]).squeeze(1)
+        loss = F.binary_cross_entropy_with_logits(scores, y)
+        autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
+    return loss.item()
+
+
+def run(steps: int, batch: int, micro_batches: int, timeline: Path) -> list[float]:
+    """Train to tell the sign of a sum, and record the last step; the loss of each."""
     stages = build()
     references = [reference for stage in stages for reference in stage.rpc_sync().references()]
     optimizer = DistributedOptimizer(torch.optim.Adam, references, lr=3e-3)
     data = torch.Generator().manual_seed(0)
     losses = []
-    begun = time.monotonic()
-    for _ in range(steps):
-        x = torch.randn(batch, WIDTH, generator=data)
-        y = (x[:, :8].sum(dim=1) > 0).float()
-        with autograd.context() as context_id:
-            flying = [stages[0].rpc_async().forward(part) for part in x.chunk(micro_batches)]
-            scores = torch.cat([future.wait() for future in flying]).squeeze(1)
-            loss = F.binary_cross_entropy_with_logits(scores, y)
-            autograd.backward(context_id, [loss])
-            optimizer.step(context_id)
-        losses.append(loss.item())
-    print(f"{1e3 * (time.monotonic() - begun) / steps:.1f} ms a step with {micro_batches} micro-batches")
+    with Bar(steps) as bar:
+        for number in range(1, steps + 1):
+            x = torch.randn(batch, WIDTH, generator=data)
+            with telegrad.observe.record(timeline) if number == steps else nullcontext():
+                losses.append(train_step(stages, optimizer, x, micro_batches))
+            bar.show(number, f"loss {losses[-1]:.3f}")
     return losses
+
+
+def draw(output: Path, losses: list[float], micro_batches: int) -> None:
+    def fill(left: Any, right: Any) -> None:
+        curves(left, {"loss": losses}, "step", "loss", "Three stages on three workers learn")
+        draw_timeline(right, timeline, f"One step of {micro_batches} micro-batches")
+
+    timeline = load_timeline(output / "pipeline.json")
+    picture(output / "pipeline.png", fill, panels=2, width=12)
 
 
 def main() -> None:
@@ -76,9 +96,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
     with telegrad.local_cluster(workers=1 + len(STAGES)):
-        losses = run(options.steps, options.batch, options.micro_batches)
+        losses = run(options.steps, options.batch, options.micro_batches, options.output / "pipeline.json")
+    draw(options.output, losses, options.micro_batches)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 

@@ -8,8 +8,11 @@ corridor: one may step left or right, and the right end is worth a reward.
 """
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 import torch
+from showing import GREY, Bar, curves, picture
 from torch import Tensor, nn
 
 import telegrad
@@ -89,22 +92,33 @@ def run(rounds: int, observers: int) -> list[float]:
     reference = rpc.RRef(agent)
     players = [rpc.remote(f"worker{i + 1}", Observer, args=(i,)) for i in range(observers)]
     history = []
-    for number in range(1, rounds + 1):
-        episodes = [player.rpc_async().play(reference) for player in players]
-        history.append(agent.learn([episode.wait() for episode in episodes]))
-        if number % 10 == 0:
-            print(f"round {number}: mean return {history[-1]:.2f}")
+    with Bar(rounds, "round") as bar:
+        for number in range(1, rounds + 1):
+            episodes = [player.rpc_async().play(reference) for player in players]
+            history.append(agent.learn([episode.wait() for episode in episodes]))
+            bar.show(number, f"mean return {history[-1]:.2f}")
     return history
+
+
+def draw(path: Path, history: list[float], best: float) -> None:
+    def fill(axes: Any) -> None:
+        curves(axes, {"": history}, "round", "mean return", "One agent learns from what its observers live through")
+        axes.axhline(best, color=GREY, ls="--")
+        axes.annotate("best possible", (1, best), va="bottom", color="grey")
+
+    picture(path, fill)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="One agent learns from several observers.")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--observers", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     options = parser.parse_args()
     with telegrad.local_cluster(workers=1 + options.observers):
         history = run(options.rounds, options.observers)
     best = 1 - STEP_COST * (LENGTH - 1 - START)
+    draw(options.output / "reinforcement.png", history, best)
     print(f"mean return {history[0]:.2f} -> {history[-1]:.2f} (best possible {best:.2f})")
 
 

@@ -7,8 +7,10 @@ batches, and is cut from the graph there, as in training within one process.
 """
 
 import argparse
+from pathlib import Path
 
 import torch
+from showing import Bar, curves, picture
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -65,16 +67,16 @@ def run(steps: int, length: int, size: int) -> list[float]:
     optimizer = DistributedOptimizer(torch.optim.Adam, remote_parameters(model), lr=0.02)
     hidden: Hidden = (torch.zeros(1, size, HIDDEN), torch.zeros(1, size, HIDDEN))
     losses = []
-    for number, piece in enumerate(batches(steps, length, size), start=1):
-        hidden = (hidden[0].detach(), hidden[1].detach())
-        with autograd.context() as context_id:
-            scores, hidden = model(piece[:-1], hidden)
-            loss = F.cross_entropy(scores.flatten(0, 1), piece[1:].flatten())
-            autograd.backward(context_id, [loss])
-            optimizer.step(context_id, max_norm=1.0)
-        losses.append(loss.item())
-        if number % 25 == 0:
-            print(f"step {number}: loss {loss.item():.3f}")
+    with Bar(steps) as bar:
+        for number, piece in enumerate(batches(steps, length, size), start=1):
+            hidden = (hidden[0].detach(), hidden[1].detach())
+            with autograd.context() as context_id:
+                scores, hidden = model(piece[:-1], hidden)
+                loss = F.cross_entropy(scores.flatten(0, 1), piece[1:].flatten())
+                autograd.backward(context_id, [loss])
+                optimizer.step(context_id, max_norm=1.0)
+            losses.append(loss.item())
+            bar.show(number, f"loss {losses[-1]:.3f}")
     return losses
 
 
@@ -83,10 +85,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--length", type=int, default=12)
     parser.add_argument("--size", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     options = parser.parse_args()
     with telegrad.local_cluster(workers=3):
         assert rpc.get_worker_info().name == "worker0"
         losses = run(options.steps, options.length, options.size)
+    title = "A recurrent network over two workers learns a sentence"
+    picture(options.output / "rnn.png", lambda axes: curves(axes, {"loss": losses}, "step", "loss", title))
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 

@@ -7,8 +7,10 @@ for. Backward returns to each owner the gradient of its rows, as a sparse tensor
 """
 
 import argparse
+from pathlib import Path
 
 import torch
+from showing import Bar, curves, picture
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -28,7 +30,7 @@ class Shard:
         self.table = nn.Embedding(rows, WIDTH, sparse=True)
 
     def look_up(self, rows: Tensor) -> Tensor:
-        return self.table(rows)  # type: ignore[no-any-return]
+        return self.table(rows)  # type: ignore[no-any-return] # a module's call has no type in torch
 
     def weight(self) -> rpc.RRef[Tensor]:
         return rpc.RRef(self.table.weight)
@@ -62,16 +64,16 @@ def run(rows: int, steps: int, batch: int) -> list[float]:
     sparse = DistributedOptimizer(torch.optim.SparseAdam, table.weights(), lr=0.05)
     dense = DistributedOptimizer(torch.optim.Adam, [rpc.RRef(parameter) for parameter in head.parameters()], lr=0.01)
     losses = []
-    for number in range(1, steps + 1):
-        ids = torch.randint(rows, (batch,))
-        with autograd.context() as context_id:
-            loss = F.cross_entropy(head(table(ids)), (ids % 5 == 0).long())
-            autograd.backward(context_id, [loss])
-            sparse.step(context_id)
-            dense.step(context_id)
-        losses.append(loss.item())
-        if number % 20 == 0:
-            print(f"step {number}: loss {loss.item():.3f}")
+    with Bar(steps) as bar:
+        for number in range(1, steps + 1):
+            ids = torch.randint(rows, (batch,))
+            with autograd.context() as context_id:
+                loss = F.cross_entropy(head(table(ids)), (ids % 5 == 0).long())
+                autograd.backward(context_id, [loss])
+                sparse.step(context_id)
+                dense.step(context_id)
+            losses.append(loss.item())
+            bar.show(number, f"loss {losses[-1]:.3f}")
     return losses
 
 
@@ -80,9 +82,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=900)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     options = parser.parse_args()
     with telegrad.local_cluster(workers=1 + len(OWNERS)):
         losses = run(options.rows, options.steps, options.batch)
+    path, title = options.output / "sharded_embedding.png", f"{options.rows} rows over {len(OWNERS)} owners are learnt"
+    picture(path, lambda axes: curves(axes, {"loss": losses}, "step", "loss", title))
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 

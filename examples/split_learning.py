@@ -8,8 +8,10 @@ and sends gradients back. Weights, records and labels stay where they are: the c
 """
 
 import argparse
+from pathlib import Path
 
 import torch
+from showing import Bar, curves, picture
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -69,21 +71,23 @@ class Laboratory(Party):
         return float((guesses == self.labels).float().mean())
 
 
-def run(steps: int, batch: int) -> tuple[float, float]:
-    """Train as the coordinator, which sees neither records nor labels; accuracy before and after."""
+def run(steps: int, batch: int) -> tuple[list[float], list[float]]:
+    """Train as the coordinator, which sees neither records nor labels; the loss and the accuracy along the way."""
     clinic, laboratory = rpc.remote("clinic", Clinic), rpc.remote("laboratory", Laboratory)
     references = clinic.rpc_sync().references() + laboratory.rpc_sync().references()
     optimizer = DistributedOptimizer(torch.optim.Adam, references, lr=0.01)
-    before = laboratory.rpc_sync().accuracy(clinic)
-    for number in range(1, steps + 1):
-        rows = torch.randperm(RECORDS)[:batch]
-        with autograd.context() as context_id:
-            loss = laboratory.rpc_sync().loss(clinic, rows)
-            autograd.backward(context_id, [loss])
-            optimizer.step(context_id)
-        if number % 20 == 0:
-            print(f"step {number}: loss {loss.item():.3f}")
-    return before, laboratory.rpc_sync().accuracy(clinic)
+    losses, accuracies = [], [laboratory.rpc_sync().accuracy(clinic)]
+    with Bar(steps) as bar:
+        for number in range(1, steps + 1):
+            rows = torch.randperm(RECORDS)[:batch]
+            with autograd.context() as context_id:
+                loss = laboratory.rpc_sync().loss(clinic, rows)
+                autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+            losses.append(loss.item())
+            accuracies.append(laboratory.rpc_sync().accuracy(clinic))
+            bar.show(number, f"loss {losses[-1]:.3f}  accuracy {accuracies[-1]:.1%}")
+    return losses, accuracies
 
 
 def main() -> None:
@@ -92,11 +96,15 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     options = parser.parse_args()
     torch.manual_seed(0)
     with telegrad.local_cluster(names=["coordinator", "clinic", "laboratory"]):
-        before, after = run(options.steps, options.batch)
-    print(f"accuracy {before:.1%} -> {after:.1%}")
+        losses, accuracies = run(options.steps, options.batch)
+    series = {"loss": losses, "accuracy": accuracies[1:]}
+    title = "Two parties train one network; neither sees the other's data"
+    picture(options.output / "split_learning.png", lambda axes: curves(axes, series, "step", "", title))
+    print(f"accuracy {accuracies[0]:.1%} -> {accuracies[-1]:.1%}")
 
 
 if __name__ == "__main__":

@@ -3,19 +3,21 @@
 A network over two workers learns; a thread kills one of them by SIGKILL now and then, whatever it is doing. The run is
 then made again with nobody disturbed, and both are compared bit for bit.
 
-    pip install 'telegrad[demo]'
     python examples/survive.py --steps 300 --kills 6
 """
 
 import argparse
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from showing import BLUE, RED, Bar, picture
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -53,7 +55,7 @@ def train(cluster: Cluster, steps: int, kills: int, seed: int) -> tuple[Losses, 
     schedule = run.keep(OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps))
     losses: Losses = {}
     deaths: list[Death] = []
-    with progress(steps, run) as show, killer(cluster, run, kills, steps, seed, deaths):
+    with Bar(steps) as bar, killer(cluster, run, kills, steps, seed, deaths):
         for number in run.steps(steps):
             with run.step() as context_id:
                 points, side = batch(number)
@@ -63,7 +65,8 @@ def train(cluster: Cluster, steps: int, kills: int, seed: int) -> tuple[Losses, 
                 optimizer.step(context_id)
                 schedule.step()
                 losses[number] = loss.item()  # by its number: a step that runs again writes the same
-            show(losses)
+            # The bar goes back when the run does.
+            bar.show(run.completed + 1, f"loss {losses.get(number, math.nan):.3f}  {len(run.returns)} deaths")
     weights = [weight for part in parts for weight in part.state_dict().values()]
     run.close()
     return losses, weights, deaths
@@ -97,36 +100,17 @@ def killer(
         thread.join()
 
 
-@contextmanager
-def progress(steps: int, run: durable.Run) -> Iterator[Callable[[Losses], None]]:
-    """A bar that goes back when the run does."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    text = TextColumn("loss {task.fields[loss]:.3f}, {task.fields[returns]} deaths")
-    with Progress(BarColumn(), MofNCompleteColumn(), text) as bar:
-        task = bar.add_task("", total=steps, loss=float("nan"), returns=0)
-
-        def show(losses: Losses) -> None:
-            loss = next(reversed(losses.values()), float("nan"))
-            bar.update(task, completed=run.completed + 1, loss=loss, returns=len(run.returns))
-
-        yield show
-
-
 def draw(losses: Losses, deaths: list[Death], path: Path) -> None:
     """The loss over the steps, and a line for each death."""
-    import matplotlib as mpl
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    def fill(axes: Any) -> None:
+        axes.plot(list(losses), list(losses.values()), linewidth=1, color=BLUE)
+        for step, victim in deaths:
+            axes.axvline(step, color=RED, linewidth=0.8, alpha=0.7)
+            axes.annotate(victim, (step, 1), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=7)
+        axes.set(xlabel="step", ylabel="loss", title=f"{len(deaths)} workers were killed on the way")
 
-    figure, axes = plt.subplots(figsize=(8, 4))
-    axes.plot(list(losses), list(losses.values()), linewidth=1)
-    for step, victim in deaths:
-        axes.axvline(step, color="tab:red", linewidth=0.8, alpha=0.7)
-        axes.annotate(victim, (step, 1), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=7)
-    axes.set(xlabel="step", ylabel="loss", title=f"{len(deaths)} workers were killed on the way")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    picture(path, fill)
 
 
 def main() -> None:
@@ -134,14 +118,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0, help="of the killer")
-    parser.add_argument("--output", type=Path, default=Path("survive.png"))
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     given = parser.parse_args()
     with telegrad.local_cluster(workers=3, restart=True) as cluster:
         losses, weights, deaths = train(cluster, given.steps, given.kills, given.seed)
         _, undisturbed, _ = train(cluster, given.steps, 0, 0)
-    draw(losses, deaths, given.output)
+    draw(losses, deaths, given.output / "survive.png")
     same = all(torch.equal(one, other) for one, other in zip(weights, undisturbed, strict=True))
-    print(f"{len(deaths)} deaths; every bit as in an undisturbed run: {same}; {given.output} shows the loss")
+    print(f"{len(deaths)} deaths; every bit as in an undisturbed run: {same}")
     print(f"loss {losses[0]:.3f} -> {losses[given.steps - 1]:.3f}")
 
 

@@ -6,12 +6,18 @@ the output of the company's layers, and gradients of the activations.
     python examples/hospital/run.py        # starts both parties, with keys, on this machine
 """
 
+import sys
+from pathlib import Path
+
 import torch
 from parties import WIDTH, Protect, arguments, join
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from telegrad import autograd, rpc
+
+sys.path.append(str(Path(__file__).parents[1]))
+from showing import Bar, curves, picture
 
 RECORDS, FEATURES = 512, 12
 
@@ -36,8 +42,7 @@ def main() -> None:
         with torch.no_grad():
             return float((guess(torch.arange(RECORDS)).argmax(dim=1) == labels).float().mean())
 
-    before = accuracy()
-    for _ in range(given.steps):
+    def step() -> None:
         rows = torch.randperm(RECORDS)[:128]
         with autograd.context() as context_id:
             autograd.backward(context_id, [F.cross_entropy(guess(rows), labels[rows])])
@@ -45,8 +50,17 @@ def main() -> None:
                 parameter.grad = gradient
             optimizer.step()
             rpc.rpc_sync("company", "step", (context_id,))
-    print(f"accuracy {before:.1%} -> {accuracy():.1%}")
+
+    found = [accuracy()]
+    with Bar(given.steps) as bar:
+        for number in range(1, given.steps + 1):
+            step()
+            found.append(accuracy())
+            bar.show(number, f"accuracy {found[-1]:.1%}")
     rpc.shutdown(timeout=30)
+    title = "The hospital's accuracy, with layers that the company keeps"
+    picture(given.output / "hospital.png", lambda axes: curves(axes, {"": found}, "step", "accuracy", title))
+    print(f"accuracy {found[0]:.1%} -> {found[-1]:.1%}")
 
 
 if __name__ == "__main__":

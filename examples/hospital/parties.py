@@ -23,6 +23,7 @@ def arguments(who: str) -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of a row that is sent; 0 for no limit")
     parser.add_argument("--noise", type=float, default=0.0, help="standard deviation of noise on activations")
     parser.add_argument("--gradient-noise", type=float, default=0.0, help="the same on gradients, which are smaller")
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     return parser.parse_args()
 
 
@@ -56,7 +57,7 @@ class Protect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         """What is returned instead."""
-        clip, noise, on_backward = ctx.settings  # type: ignore[attr-defined]
+        clip, noise, on_backward = ctx.settings  # type: ignore[attr-defined] # kept in forward
         (gradient,) = gradients
         return blur(gradient, clip, noise) if on_backward else gradient, None, None, None
 

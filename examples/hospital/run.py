@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--clip", default="0")
     parser.add_argument("--noise", default="0")
     parser.add_argument("--gradient-noise", default="0")
+    parser.add_argument("--output", default="examples-output", help="folder of the plot")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -116,7 +117,7 @@ def main() -> None:
             command = [*before[who], sys.executable, str(HERE / f"{who}.py"), "--meet", meet, "--host", host]
             command += ["--keys", str(folder), "--audit", str(folder / f"{who}.audit")]
             command += ["--steps", options.steps, "--clip", options.clip, "--noise", options.noise]
-            command += ["--gradient-noise", options.gradient_noise]
+            command += ["--gradient-noise", options.gradient_noise, "--output", options.output]
             started.append(subprocess.Popen(command))
         try:
             status = max(process.wait(timeout=300) for process in started)

@@ -17,9 +17,9 @@ import torch
 from telegrad.rpc.trust.exports import definition_of
 from telegrad.wire import plain
 from telegrad.wire.codec import EMPTY_CALL, pack
-from telegrad.wire.frames import HEADER, INLINE, Kind, SegmentSpec, encode_prefix
+from telegrad.wire.frames import HEADER, INLINE, FrameKind, SegmentSpec, encode_prefix
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.specs import TensorSpec
+from telegrad.wire.tensor.specs import TensorSpec
 
 MESSAGES: tuple[type, ...] = typing.get_args(AnyMessage)
 _HINTS = {cls: typing.get_type_hints(cls) for cls in MESSAGES}
@@ -44,9 +44,9 @@ class Frames:
         specs, segments, data = self._tensors() if source.random() < 0.3 else ((), (), b"")
         payload = self._payload()
         self._number += 1
-        kind = source.choice((Kind.REQUEST, Kind.REQUEST, Kind.REQUEST, Kind.NOTICE))
+        kind = source.choice((FrameKind.REQUEST, FrameKind.REQUEST, FrameKind.REQUEST, FrameKind.NOTICE))
         if source.random() < 0.02:
-            kind = source.choice((Kind.REPLY, Kind.FAILURE))
+            kind = source.choice((FrameKind.REPLY, FrameKind.FAILURE))
         number = self._number if source.random() < 0.95 else source.choice((0, 1, 2**64 - 1, self._number + 5))
         ack = source.choice((0, 0, 0, max(0, self._number - 5), self._number))
         try:

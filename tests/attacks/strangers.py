@@ -14,7 +14,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.transport.addresses import Address, connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import make_lane_pair, pass_lane, receive_exactly
-from telegrad.wire.frames import HEADER, Kind, encode_prefix
+from telegrad.wire.frames import HEADER, FrameKind, encode_prefix
 
 NOBODY = 65534
 
@@ -57,7 +57,7 @@ class Member:
         self.lane = lane
         self._number = 0
 
-    def send(self, message: Any, kind: int = Kind.REQUEST, payload: bytes = b"", **more: Any) -> int:
+    def send(self, message: Any, kind: int = FrameKind.REQUEST, payload: bytes = b"", **more: Any) -> int:
         """Send one message; the number of the request."""
         self._number += 1
         segments = more.pop("segments", ())

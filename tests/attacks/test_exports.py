@@ -22,7 +22,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.trust.exports import definition_of
 from telegrad.wire import plain
 from telegrad.wire.codec import EMPTY_CALL, pack, pack_plain, unpack
-from telegrad.wire.frames import Kind
+from telegrad.wire.frames import FrameKind
 from telegrad.wire.messages import (
     AutogradMetadata,
     BeginPass,
@@ -220,14 +220,14 @@ def _bombs() -> list[tuple[Any, bytes]]:
     bomb = b"\x05" + pickle.dumps(_Bomb())
     named = definition_of("forward")
     return [
-        (PythonCall(0, b"", 1.0), b"\x05" + pickle.dumps((_Bomb(), (), {}))),
-        (PythonCall(0, b"", 1.0), bomb),
-        (PythonCall(1, bomb, 1.0), EMPTY_CALL.payload),
-        (PythonCall(2, pack(os.getpid).payload, 1.0), EMPTY_CALL.payload),
-        (PythonCall(3, named, 1.0), bomb),
-        (PythonRemoteCall((5 << 48) + 1, (5 << 48) + 2, 3, named, 1.0), bomb),  # type: ignore[arg-type]
-        (PythonRemoteCall((5 << 48) + 1, (5 << 48) + 2, 0, bomb, 1.0), bomb),  # type: ignore[arg-type]
-        (RRefFetch((1 << 48) + 1, 1.0), b""),  # type: ignore[arg-type] # of another worker
+        (PythonCall(0, b""), b"\x05" + pickle.dumps((_Bomb(), (), {}))),
+        (PythonCall(0, b""), bomb),
+        (PythonCall(1, bomb), EMPTY_CALL.payload),
+        (PythonCall(2, pack(os.getpid).payload), EMPTY_CALL.payload),
+        (PythonCall(3, named), bomb),
+        (PythonRemoteCall((5 << 48) + 1, (5 << 48) + 2, 3, named), bomb),  # type: ignore[arg-type]
+        (PythonRemoteCall((5 << 48) + 1, (5 << 48) + 2, 0, bomb), bomb),  # type: ignore[arg-type]
+        (RRefFetch((1 << 48) + 1), b""),  # type: ignore[arg-type] # of another worker
         (RRefForkRequest(1, 2, 3), b""),  # type: ignore[arg-type]
         (RRefBackward((5 << 48) + 1, 7, False), b""),  # type: ignore[arg-type]
         (BeginPass(7, 1, 5, False, ()), b""),  # type: ignore[arg-type]
@@ -256,9 +256,9 @@ def _attack_alone(folder: str) -> None:
                 liar.send(message, payload=payload)
                 kind, _ = liar.read()
                 if type(message) is PythonRemoteCall and message.function == 3:
-                    assert kind == Kind.REPLY  # the reference is made, and holds the refusal
+                    assert kind == FrameKind.REPLY  # the reference is made, and holds the refusal
                 else:
-                    assert kind == Kind.FAILURE, message
+                    assert kind == FrameKind.FAILURE, message
                 assert not bomb.exists(), message
         with lying_member(agent, shared_memory=True) as liar:  # (6) blocks are not shared here: the lane is closed
             assert liar.lane is not None

@@ -23,7 +23,7 @@ from telegrad.transport.addresses import connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import receive_exactly
 from telegrad.wire.codec import EMPTY_CALL
-from telegrad.wire.frames import HEADER, Kind, encode_prefix
+from telegrad.wire.frames import HEADER, FrameKind, encode_prefix
 from telegrad.wire.messages import PythonCall
 from tests.attacks.frames import MESSAGES, Frames
 from tests.cluster import end, join, process
@@ -148,15 +148,15 @@ class Attacker:
         with self.dial("honest", 6) as sock:
             sock.settimeout(10)
             sock.sendall(
-                encode_prefix(Kind.REQUEST, 1, 0, PythonCall(1, definition_of("alive"), 5.0), (), (), 1)
+                encode_prefix(FrameKind.REQUEST, 1, 0, PythonCall(1, definition_of("alive")), (), (), 1)
                 + EMPTY_CALL.payload
             )
             while True:
                 header = HEADER.unpack(receive_exactly(sock, HEADER.size))
                 receive_exactly(sock, sum(header[3:6]))
-                if header[2] == Kind.REPLY:
+                if header[2] == FrameKind.REPLY:
                     return
-                assert header[2] == Kind.NOTICE
+                assert header[2] == FrameKind.NOTICE
 
 
 def footprint(pid: int) -> dict[str, float]:

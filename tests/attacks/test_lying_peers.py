@@ -23,9 +23,9 @@ from telegrad.transport.addresses import connect
 from telegrad.transport.blocks.lending import Borrower, Lender
 from telegrad.transport.handshake import DiallerHandshake
 from telegrad.wire.codec import EMPTY_CALL, pack
-from telegrad.wire.frames import Kind, SegmentSpec
+from telegrad.wire.frames import FrameKind, SegmentSpec
 from telegrad.wire.messages import Ack, Barrier, PythonCall, RRefBackward, RRefFetch
-from telegrad.wire.specs import TensorSpec
+from telegrad.wire.tensor.specs import TensorSpec
 from tests.attacks.strangers import address_of, lying_member, memory_mb, open_files
 from tests.cluster import process
 from tests.waiting import wait_until
@@ -54,15 +54,15 @@ def test_backward_from_references_that_do_not_exist(agent: Agent) -> None:
         still_works()
         assert threading.active_count() < before + 20
         answers = [liar.read() for _ in range(1100)]  # all within the timeout of calls
-    assert {kind for kind, _ in answers} == {Kind.FAILURE}
+    assert {kind for kind, _ in answers} == {FrameKind.FAILURE}
     still_works()
 
 
 def test_fetches_of_references_that_do_not_exist_are_bounded(agent: Agent) -> None:
     with lying_member(agent) as liar:
         for number in range(1500):
-            liar.send(RRefFetch(10_000 + number, 0.0))  # type: ignore[arg-type]
-        assert all(liar.read()[0] == Kind.FAILURE for _ in range(1500 - 1024))
+            liar.send(RRefFetch(10_000 + number))  # type: ignore[arg-type]
+        assert all(liar.read()[0] == FrameKind.FAILURE for _ in range(1500 - 1024))
     still_works()
 
 
@@ -96,9 +96,7 @@ def test_a_block_that_could_be_made_smaller_is_refused(agent: Agent) -> None:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
         liar.lane.sendmsg([(1).to_bytes(8, "little") + (1 << 20).to_bytes(8, "little")], [rights])
         spec = TensorSpec(0, 0, (1 << 18,), (), 0, 0, 0)
-        number = liar.send(
-            PythonCall(0, b"", 1.0), payload=b"\x02", tensors=(spec,), segments=(SegmentSpec(1 << 20, 1, 0),)
-        )
+        number = liar.send(PythonCall(0, b""), payload=b"\x02", tensors=(spec,), segments=(SegmentSpec(1 << 20, 1, 0),))
         assert number == 1
         os.ftruncate(fd, 0)
         with pytest.raises(ConnectionError):  # that connection was closed
@@ -122,14 +120,14 @@ def test_a_barrier_with_a_malformed_key(agent: Agent, key: str) -> None:
     with lying_member(agent) as liar:
         liar.send(Barrier(key, "liar", 0))
         liar.send(Barrier(key, "", 0))
-        assert {liar.read()[0], liar.read()[0]} == {Kind.FAILURE}
+        assert {liar.read()[0], liar.read()[0]} == {FrameKind.FAILURE}
     still_works()
 
 
 def test_nobody_reaches_a_barrier_for_another(agent: Agent) -> None:
     with lying_member(agent) as liar:
         liar.send(Barrier("shutdown/0", "alone", 0))
-        assert liar.read()[0] == Kind.FAILURE
+        assert liar.read()[0] == FrameKind.FAILURE
 
 
 def test_shutdown_after_a_malformed_barrier(tmp_path: Path) -> None:
@@ -149,7 +147,7 @@ def test_replies_that_are_never_acknowledged(agent: Agent, caplog: pytest.LogCap
     with lying_member(agent) as liar, contextlib.suppress(ConnectionError, TimeoutError):
         while sent < at_most_once.MOST_KEPT + 10_000:
             for _ in range(500):
-                liar.send(PythonCall(1, b"" if sent else definition, 1.0), payload=EMPTY_CALL.payload)
+                liar.send(PythonCall(1, b"" if sent else definition), payload=EMPTY_CALL.payload)
                 sent += 1
             for _ in range(500):
                 liar.read()
@@ -165,7 +163,7 @@ def test_functions_that_are_defined_and_never_called(agent: Agent, caplog: pytes
     large = bytes(1 << 20)
     with lying_member(agent) as liar, contextlib.suppress(ConnectionError):
         for number in range(1, 1000):
-            liar.send(PythonCall(number, large, 1.0), payload=b"\xff")
+            liar.send(PythonCall(number, large), payload=b"\xff")
     assert memory_mb() - before < 2 * function_table.MOST_BYTES / 2**20 + 100
     wait_until(lambda: "defines more than" in caplog.text)
     still_works()
@@ -255,7 +253,7 @@ def test_a_flood_of_strangers(agent: Agent, kind: str, caplog: pytest.LogCapture
         begun = time.monotonic()
         for number in range(5):
             with lying_member(agent, kind=kind, hello=_honest(agent, number)) as ours:
-                ours.send(PythonCall(0, b"", 1.0))
+                ours.send(PythonCall(0, b""))
                 ours.read()
         assert time.monotonic() - begun < 15
     finally:

@@ -17,7 +17,7 @@ from telegrad.autograd.registry import registry_of
 from telegrad.engine.service import Service
 from telegrad.errors import WorkerDied
 from telegrad.rpc.current import require_agent
-from telegrad.rref.references import references_of
+from telegrad.rref.rref_context import rrefs_of
 from tests.cluster import Cluster, end, process, serve
 
 HEARTBEAT = 0.4
@@ -122,7 +122,7 @@ def belongings() -> dict[str, int]:
     agent = require_agent()
     gc.collect()
     agent.idle_memory.tidy(before=time.monotonic())
-    references = references_of(agent)
+    rrefs = rrefs_of(agent)
     descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors()]
     return {
         "descriptors": len(descriptors),
@@ -135,7 +135,7 @@ def belongings() -> dict[str, int]:
         "overdue": sum(link.pending.has_overdue for link in agent.peers.links()),
         "contexts": len(registry_of(agent)),
         "passes": len(agent.layer(Service).passes()),
-        "references": len(references.owned) + len(references.used) + len(references.values),
+        "references": len(rrefs.owned) + len(rrefs.used) + len(rrefs.values),
     }
 
 

@@ -19,7 +19,7 @@ import torch
 from telegrad import autograd, rpc
 from telegrad.autograd.registry import registry
 from telegrad.rpc.current import require_agent
-from telegrad.rref.references import references_of
+from telegrad.rref.rref_context import rrefs_of
 from telegrad.transport.stream import SocketStream
 from tests.cluster import cluster
 
@@ -102,7 +102,7 @@ def calls_of(key: str) -> int:
 
 def tables() -> tuple[int, int]:
     """Contexts and values of references that are still here."""
-    return len(registry()), len(references_of(require_agent()).owned)
+    return len(registry()), len(rrefs_of(require_agent()).owned)
 
 
 def scenario(key: str) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from telegrad import rpc
 from telegrad.rpc.current import require_agent
-from telegrad.transport.device_channel import DeviceChannel
+from telegrad.transport.device.channel import DeviceChannel
 
 LONG = 300_000_000  # cycles, more than a tenth of a second: what does not wait for it comes too early
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.transport import device_channel
-from telegrad.transport.device_blocks import budget
+from telegrad.transport.device import channel
+from telegrad.transport.device.blocks import budget
 from tests.cluster import cluster
 from tests.cuda.helpers import echo
 
 
 def test_without_room_messages_go_through_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    device_channel._say_once.cache_clear()
+    channel._say_once.cache_clear()
     with cluster(2, cuda_memory_share=0.0), caplog.at_level(logging.WARNING, "telegrad.transport"):
         for size in (10, 2**20, 2**24):
             sent = torch.rand(size, device="cuda")

@@ -26,7 +26,7 @@ def test_the_host_sees_none_of_it(pair: Cluster, monkeypatch: pytest.MonkeyPatch
 
     for name in ("to_host", "to_device", "bytes_of"):
         monkeypatch.setattr(host, name, refuse)
-    monkeypatch.setattr("telegrad.wire.assembly.to_device", refuse)
+    monkeypatch.setattr("telegrad.wire.tensor.assembly.to_device", refuse)
     rpc.rpc_sync("worker1", add, args=(torch.ones(2, 2, device="cuda"), torch.ones(2, 2, device="cuda")))
     big = torch.rand(2**24, device="cuda")
     assert torch.equal(rpc.rpc_sync("worker1", echo, args=(big,)), big)

@@ -228,7 +228,7 @@ def test_a_call_in_a_context_that_has_ended(trio: Cluster) -> None:
     with autograd.context() as context_id:
         rpc.rpc_sync("worker1", double, (torch.ones(2),))
     await_empty(3)
-    late = RpcWithAutograd(AutogradMetadata(ContextId(context_id), MessageId(0)), PythonCall(0, b"", 1.0), False)
+    late = RpcWithAutograd(AutogradMetadata(ContextId(context_id), MessageId(0)), PythonCall(0, b""), False)
     with pytest.raises(ContextNotFound, match="reached worker 'worker1' too late"):
         ask(late)
     await_empty(3)

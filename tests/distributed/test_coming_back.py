@@ -221,7 +221,7 @@ def open_store_and_wait(port: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_of_another_program_is_not_joined(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telegrad.rpc.job.member_log._MARKER_SECONDS", 0.5, raising=False)
+    monkeypatch.setattr("telegrad.rpc.job.rendezvous.member_log._MARKER_SECONDS", 0.5, raising=False)
     port = free_port()
     with processes() as started:
         started.append(process(open_store_and_wait, port))
@@ -311,7 +311,7 @@ def test_nothing_is_said_on_stderr_when_the_host_of_the_store_goes(capfd: pytest
         started.append(process(serve_forever, "w0", 0, 2, meeting))
         join("w1", 1, 2, meeting, {})
         try:
-            place = require_agent().place
+            place = require_agent().member_log
             assert place is not None
             place.stands = lambda: True  # as in the moment before the end is noticed
             store = place.store

@@ -107,6 +107,11 @@ def leave_a_mark(path: str, seconds: float) -> int:
     return os.getpid()
 
 
+def leave_marks(path: str) -> int:
+    """The first call lasts until it is killed."""
+    return leave_a_mark(path, 0.0 if os.path.exists(path) else 30.0)
+
+
 def hold_the_interpreter(seconds: float) -> str:
     """Sleep in C without letting any other Python thread of this process run."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
@@ -403,7 +408,7 @@ def test_retries_wait_for_a_restart(tmp_path: Any) -> None:
             revive(made, "worker1")
 
         threading.Thread(target=kill_and_revive, daemon=True).start()
-        pid = rpc.rpc_sync("worker1", leave_a_mark, args=(mark, 1.0), timeout=30, retries=1)
+        pid = rpc.rpc_sync("worker1", leave_marks, args=(mark,), timeout=30, retries=1)
         assert pid == made.processes[0].pid
         with open(mark) as marks:
             assert len(marks.readlines()) == 2
@@ -427,7 +432,7 @@ def test_a_worker_that_does_not_take_in_pushes_back() -> None:
     with harmed(2, shared_memory=False, heartbeat=30) as made:
         rpc.rpc_sync("worker1", count, args=("k",))
         stop(made, "worker1")
-        with within(AT_ONCE + 1), pytest.raises(RpcTimeout):
+        with within(AT_ONCE + 3), pytest.raises(RpcTimeout):
             rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(16 * 2**20),), timeout=1.0)
         go_on(made, "worker1")
         assert rpc.rpc_sync("worker1", count, args=("k",)) == 2  # half a message was written, and is forgotten

@@ -29,9 +29,9 @@ from telegrad.errors import (
 )
 from telegrad.ids import Incarnation, generation_of
 from telegrad.rpc.current import require_agent
-from telegrad.rpc.job import store as store_host
-from telegrad.rpc.job.member_log import read_records
-from telegrad.rpc.job.store_client import Prefixed
+from telegrad.rpc.job.rendezvous import store as store_host
+from telegrad.rpc.job.rendezvous.member_log import read_records
+from telegrad.rpc.job.rendezvous.store_client import Prefixed
 from telegrad.rpc.trust.seal import Seal
 from telegrad.rpc.trust.secret import user_secret
 from tests.cluster import WAYS, cluster, end, join, process

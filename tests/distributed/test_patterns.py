@@ -254,6 +254,44 @@ def test_leaving_a_loop_closes_the_generator(numbers: Any) -> None:
     assert len(rpc.rpc_sync("worker1", progress)[0]) <= 6
 
 
+def stuck(count: int) -> Iterator[int]:
+    _produced.append(0)
+    yield 0
+    try:
+        _closing.wait(20)
+        yield 1
+    finally:
+        _closed.set()
+
+
+async def astuck(count: int) -> AsyncIterator[int]:
+    _produced.append(0)
+    yield 0
+    try:
+        await asyncio.Event().wait()
+    finally:
+        _closed.set()
+
+
+_closing = threading.Event()
+
+
+def let_go() -> None:
+    _closing.set()
+
+
+def test_a_generator_is_closed_in_the_middle_of_a_step(trio: Cluster) -> None:
+    """One that awaits is cancelled; one that holds a thread is closed when it yields."""
+    for numbers in (astuck, stuck):
+        rpc.rpc_sync("worker1", forget)
+        with rpc.stream("worker1", numbers, (2,)) as stream:
+            assert next(stream) == 0  # and the second has been asked for
+        if numbers is stuck:
+            assert not rpc.rpc_sync("worker1", progress)[1]
+            rpc.rpc_sync("worker1", let_go)
+        wait_until(lambda: rpc.rpc_sync("worker1", progress)[1])
+
+
 def test_errors_in_a_stream(trio: Cluster) -> None:
     stream = rpc.stream("worker1", broken)
     assert next(stream) == 1

@@ -15,7 +15,7 @@ from telegrad import rpc
 from telegrad.errors import RpcTimeout, RRefError, SerializationError
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
-from telegrad.rref import debug_info, references_of
+from telegrad.rref import debug_info, rrefs_of
 from tests.cluster import Cluster, cluster
 
 # --- what runs on the workers ---
@@ -109,7 +109,7 @@ def open_gate(name: str) -> None:
 
 def tables() -> dict[str, int]:
     """What references occupy on this worker."""
-    references = references_of(require_agent())
+    references = rrefs_of(require_agent())
     references.sweep()
     counts = {**references.owned.counts(), **references.used.counts()}
     del counts["awaiting"]
@@ -467,7 +467,7 @@ def test_backward_without_a_context(clean: Cluster) -> None:
 
 
 def test_counts(clean: Cluster) -> None:
-    references = references_of(require_agent())
+    references = rrefs_of(require_agent())
     mine = rpc.RRef(1)
     assert debug_info(references)["num_owner_rrefs"] == "0"  # known to nobody else
     rpc.rpc_sync("worker1", keep, (mine,))

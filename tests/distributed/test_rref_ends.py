@@ -8,7 +8,8 @@ import pytest
 
 from telegrad import rpc
 from telegrad.errors import SerializationError, WorkerDied
-from telegrad.rref import References
+from telegrad.rpc.torch_modes import stand_in
+from telegrad.rref import RRefContext
 from tests.cluster import cluster, process, serve
 from tests.distributed.test_rref import (
     Counter,
@@ -35,7 +36,7 @@ def test_texts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(second) == "<RRef 0.1 of 'worker1': int>"
         assert "bit_length" in dir(second.rpc_sync())
         assert "__add__" not in dir(second.rpc_sync())
-        monkeypatch.setattr(rpc.RRef, "_shown_as_in_torch", True)
+        monkeypatch.setattr(stand_in, "in_force", stand_in.TORCHS)
         assert str(first) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
         assert str(second) == (
             "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=1), "
@@ -139,7 +140,7 @@ def test_a_reference_after_shutdown(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.slow
 def test_values_still_named_at_the_end_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(References, "ignore_leaks", False)
+    monkeypatch.setattr(RRefContext, "ignore_leaks", False)
     monkeypatch.setattr("telegrad.rref.closing._PATIENCE", 0.2)
     with pytest.raises(RuntimeError, match=r"Leaking RRef: worker 'worker0'.*a int, by worker1"):
         leave_a_value_behind()

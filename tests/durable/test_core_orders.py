@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from telegrad.durable.core import DISK, Commit, Coordinator, Halt, Lost, Phase, Restore, Resume, Seal, Take
-from telegrad.durable.holdings import Holdings
-from telegrad.durable.snapshots import Snapshot
+from telegrad.durable.snapshot.holdings import Holdings
+from telegrad.durable.snapshot.names import Snapshot
 from telegrad.errors import RunSuperseded
 from tests.exploring import Chance, explore
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from telegrad import durable
-from telegrad.durable import disk
-from telegrad.durable.copies import copy_aside, find_unplain
-from telegrad.durable.generators import load_generators, save_generators
-from telegrad.durable.snapshots import Snapshot
-from telegrad.durable.states import access_to
+from telegrad.durable.snapshot import disk
+from telegrad.durable.snapshot.copies import copy_aside, find_unplain
+from telegrad.durable.snapshot.generators import load_generators, save_generators
+from telegrad.durable.snapshot.names import Snapshot
+from telegrad.durable.snapshot.states import access_to
 from telegrad.errors import DurableError
 
 

@@ -2,15 +2,22 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
+
 pytest.importorskip("ray", reason="Ray is not installed")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+ENVIRONMENT = {**os.environ, "RAY_DEDUP_LOGS": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 HEAD = """
 import json, os, random, sys, time
@@ -18,6 +25,7 @@ import ray, torch
 from telegrad import autograd, rpc
 from telegrad.errors import TelegradError, WorkerDied
 from telegrad.launch.ray import join, ray_cluster
+from telegrad.observe.attach import attached
 
 def who():
     return rpc.get_worker_info().name, os.getpid()
@@ -34,6 +42,8 @@ with ray_cluster(workers=2, resources={"CPU": 0.5}, max_restarts=2) as cluster:
     report["who"] = [rpc.rpc_sync(name, who)[0] for name in cluster.names]
     report["between"] = rpc.rpc_sync("worker0", rpc.rpc_sync, ("worker1", who))[0]
     report["by handle"] = ray.get(cluster.actors["worker1"].run.remote(who))[0]
+    with attached(str(os.getpid())) as observer:
+        report["observed"] = [member.name for member in observer.directory.members()]
     rref = rpc.remote("worker1", torch.ones, args=(2,))
     rref.to_here()
     before = rpc.rpc_sync("worker1", who)[1]
@@ -74,6 +84,13 @@ ray.get([a.__ray_ready__.remote(), b.__ray_ready__.remote()])
 report["answers"] = ray.get([a.ask.remote("b"), b.ask.remote("a")])
 ray.get([a.leave.remote(), b.leave.remote()])
 ray.shutdown()
+"""
+
+# The script is no part of the Ray cluster until it connects.
+REMOTE = """
+with ray_cluster(workers=2, resources={"CPU": 0.5}, address=sys.argv[1]) as cluster:
+    report["who"] = [rpc.rpc_sync(name, who)[0] for name in cluster.names]
+    report["between"] = rpc.rpc_sync("worker0", rpc.rpc_sync, ("worker1", who))[0]
 """
 
 # Each step is checked against the same step in one process; what fails must name the actor, and steps go on soon.
@@ -124,9 +141,8 @@ with ray_cluster(workers=WORKERS, resources={"CPU": 0.5}, max_restarts=-1) as cl
 def run(program: str, tmp_path: Path, *arguments: str, seconds: float = 220) -> dict[str, object]:
     script = tmp_path / "program.py"
     script.write_text(HEAD + program + TAIL)
-    environment = {**os.environ, "RAY_DEDUP_LOGS": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("REPORT "))
     report: dict[str, object] = json.loads(line.removeprefix("REPORT "))
@@ -140,6 +156,7 @@ def test_an_actor_is_killed_and_comes_back_under_its_name(tmp_path: Path) -> Non
     assert report == {
         "who": ["worker0", "worker1"],
         "between": "worker1",
+        "observed": ["worker0", "worker1", "driver"],
         "by handle": "worker1",
         "another process": True,
         "lost": "worker1",
@@ -151,6 +168,33 @@ def test_an_actor_is_killed_and_comes_back_under_its_name(tmp_path: Path) -> Non
 
 def test_a_program_of_ones_own_joins(tmp_path: Path) -> None:
     assert run(JOIN, tmp_path) == {"answers": ["b", "a"]}
+
+
+def test_on_a_ray_that_runs_already(tmp_path: Path) -> None:
+    """Started by `ray start`, as on the nodes of a cluster: the job comes and goes, Ray stays."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    head = [*ray, "start", "--head", f"--port={port}", "--num-cpus=2", "--include-dashboard=false", "--block"]
+    # Not below tmp_path: the path of a Unix socket has at most 107 characters, and Ray adds many of them.
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
+        subprocess.Popen(
+            [*head, "--node-ip-address=127.0.0.1", f"--temp-dir={folder}"],
+            env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as node,
+    ):
+        try:
+            check = [*ray, "health-check", f"--address=127.0.0.1:{port}"]
+            wait_until(lambda: subprocess.run(check, env=ENVIRONMENT, check=False).returncode == 0, 60)
+            report = run(REMOTE, tmp_path, f"127.0.0.1:{port}")
+            assert report == {"who": ["worker0", "worker1"], "between": "worker1"}
+            assert node.poll() is None and subprocess.run(check, env=ENVIRONMENT, check=False).returncode == 0
+        finally:
+            os.killpg(node.pid, signal.SIGTERM)
 
 
 def test_training_goes_on_while_actors_are_killed(tmp_path: Path, long_profile: bool) -> None:
@@ -173,7 +217,7 @@ def test_the_examples_survive_a_kill(what: str, ends: str) -> None:
         capture_output=True,
         text=True,
         timeout=200,
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"},
+        env=ENVIRONMENT,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -1,8 +1,11 @@
 """Every example runs as a user would run it, on small settings, and learns."""
 
+import os
+import pty
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,20 +24,30 @@ SETTINGS = {
     "wgan_gp": ["--steps", "60"],
     "survive": ["--steps", "40", "--kills", "2"],
 }
-PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py") if not path.stem.endswith("_picture"))
+PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("demo_picture", "showing"))
 
 
-def run(name: str, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *SETTINGS[name], *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    """Runs a program as a user would, with a folder for its plot; what it printed. It must have drawn something."""
+
+    def start(name: str, picture: str = "", *, settings: Sequence[str] | None = None) -> str:
+        given = SETTINGS[name] if settings is None else settings
+        command = [sys.executable, str(EXAMPLES / f"{name}.py"), *given, "--output", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        assert not re.search("Warning|Traceback|SIGABRT", done.stderr), done.stderr
+        assert (tmp_path / (picture or f"{name}.png")).stat().st_size > 10_000
+        assert re.search(r"^(step|round|epoch) \d+/\d+  ", done.stdout, flags=re.MULTILINE)  # a bar, without a terminal
+        return done.stdout
+
+    return start
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["rnn", "pipeline", "sharded_embedding", "maml"])
-def test_the_loss_falls(name: str) -> None:
+def test_the_loss_falls(name: str, run: Callable[..., str]) -> None:
     found = re.search(r"loss ([\d.]+) -> ([\d.]+)\n$", run(name))
     assert found
     assert float(found[2]) < float(found[1])
@@ -42,7 +55,7 @@ def test_the_loss_falls(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_parameter_server_finds_the_weights() -> None:
+def test_the_parameter_server_finds_the_weights(run: Callable[..., str]) -> None:
     found = re.search(r"largest error of a weight: ([\d.]+)", run("parameter_server"))
     assert found
     assert float(found[1]) < 0.1
@@ -50,21 +63,21 @@ def test_the_parameter_server_finds_the_weights() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_generator_finds_the_circle() -> None:
-    found = re.search(r"distance to the circle ([\d.]+) -> ([\d.]+)", run("wgan_gp"))
+def test_the_generator_finds_the_circle(run: Callable[..., str]) -> None:
+    found = re.search(r"distance to the circle ([\d.]+) -> ([\d.]+)\n$", run("wgan_gp"))
     assert found
     assert float(found[2]) < 0.7 * float(found[1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_agent_gets_somewhere() -> None:
+def test_the_agent_gets_somewhere(run: Callable[..., str]) -> None:
     assert re.search(r"mean return -?[\d.]+ -> -?[\d.]+ \(best possible 0\.92\)", run("reinforcement"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_two_parties_learn_together() -> None:
+def test_two_parties_learn_together(run: Callable[..., str]) -> None:
     found = re.search(r"accuracy ([\d.]+)% -> ([\d.]+)%", run("split_learning"))
     assert found
     assert float(found[2]) > 70
@@ -72,12 +85,9 @@ def test_two_parties_learn_together() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_demo_learns_and_draws(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
-    out = run("demo", "--output", str(tmp_path))
+def test_the_demo_learns_and_draws(tmp_path: Path, run: Callable[..., str]) -> None:
+    out = run("demo")
     assert float(re.findall(r"held-out ([\d.]+)%", out)[-1]) > 85
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
     page = (tmp_path / "demo.html").read_text()
     assert "<svg" in page and "<h1>" in page and "0.00 ms" not in page
     assert (tmp_path / "timeline.json").exists()
@@ -87,12 +97,32 @@ def test_the_demo_learns_and_draws(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_run_survives_and_draws(tmp_path: Path) -> None:
-    pytest.importorskip("rich")
-    pytest.importorskip("matplotlib")
-    out = run("survive", "--output", str(tmp_path / "loss.png"))
-    assert "2 deaths; every bit as in an undisturbed run: True" in out
-    assert (tmp_path / "loss.png").stat().st_size > 10_000
+def test_a_run_survives(run: Callable[..., str]) -> None:
+    assert "2 deaths; every bit as in an undisturbed run: True" in run("survive")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_bar_in_a_terminal(tmp_path: Path) -> None:
+    """In a terminal the bar is rich's; without rich and matplotlib the program runs, and says what it lacks."""
+    program = "from showing import Bar\nwith Bar(3) as bar:\n    bar.show(3, 'loss 0.1')\n"
+    ours, theirs = pty.openpty()
+    try:
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+        command = [sys.executable, "-c", program]
+        subprocess.run(command, stdout=theirs, env=environment, cwd=EXAMPLES, check=True, timeout=30)
+        shown = os.read(ours, 10_000).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "3/3" in shown and "━" in shown and "loss 0.1" in shown
+    for module in ("rich", "matplotlib"):
+        (tmp_path / f"{module}.py").write_text("raise ImportError('not here')")
+    bare = program + "from showing import picture\nfrom pathlib import Path\npicture(Path('x.png'), print)\n"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", bare]
+    out = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=EXAMPLES, check=True).stdout
+    assert out.startswith("step 3/3  loss 0.1") and "pip install 'telegrad[demo]'" in out
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -104,14 +134,13 @@ def test_each_has_its_line_and_its_length(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_two_parties_that_do_not_trust_each_other() -> None:
+def test_two_parties_that_do_not_trust_each_other(run: Callable[..., str]) -> None:
     pytest.importorskip("cryptography")
-    command = [sys.executable, str(EXAMPLES / "hospital/run.py"), "--steps", "40", "--clip", "8", "--noise", "0.05"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"accuracy ([\d.]+)% -> ([\d.]+)%", done.stdout)
+    settings = ["--steps", "40", "--clip", "8", "--noise", "0.05"]
+    out = run("hospital/run", "hospital.png", settings=settings)
+    found = re.search(r"accuracy ([\d.]+)% -> ([\d.]+)%", out)
     assert found
     assert float(found[2]) > 70
-    assert "float32 x 2d" in done.stdout  # activations and gradients
-    assert "int64" not in done.stdout  # labels do not cross
-    assert "refusal" not in done.stdout
+    assert "float32 x 2d" in out  # activations and gradients
+    assert "int64" not in out  # labels do not cross
+    assert "refusal" not in out

@@ -47,4 +47,4 @@ def test_a_script_has_a_dashboard_that_top_finds(tmp_path: Path, monkeypatch):
     assert "the dashboard is at http://127.0.0.1:" in done.stderr
     assert "2 of 2 up" in done.stdout and "worker1" in done.stdout
     gone = telegrad("top", "--once")
-    assert gone.returncode == 1 and "no job with a dashboard" in gone.stderr
+    assert gone.returncode == 1 and "no job of yours runs" in gone.stderr

@@ -46,7 +46,7 @@ def start_agent(name: str, worker_id: int, **options: Any) -> Agent:
     agent = Agent(member, b"told to all", given, listeners)
     install_own_layers(agent)
     agent.start()
-    agent.watch_peers()
+    agent.start_heartbeat()
     return agent
 
 

@@ -25,7 +25,7 @@ class QuietIoThreads:
     def submit(self, task: Callable[[], None]) -> None:
         self.tasks.append(task)
 
-    def watch(self, fd: int, handler: Callable[[], None], *, armed: bool) -> None: ...
+    def register(self, fd: int, handler: Callable[[], None], *, armed: bool) -> None: ...
 
     def arm(self, fd: int) -> None: ...
 
@@ -53,6 +53,28 @@ class QuietHelpers:
     """Nobody helps to copy."""
 
     ask = None
+
+
+class QuietCopier:
+    """Copies nothing."""
+
+    ask_for_help: Any = None  # set by links and sessions
+
+
+class QuietStream:
+    """What a link or a session knows of the stream under its connection."""
+
+    last_written = 0.0
+
+    def __init__(self, number: int, readable: Callable[[], bool] = lambda: False) -> None:
+        self._number = number
+        self._readable = readable
+
+    def fileno(self) -> int:
+        return self._number
+
+    def readable(self, seconds: float) -> bool:
+        return self._readable()
 
 
 class QuietRuntime:

@@ -14,7 +14,7 @@ import torch
 
 from telegrad.errors import AuthenticationError, RpcTimeout, SerializationError, WorkerDied
 from telegrad.rpc.agent import Agent
-from telegrad.transport.faulty import Fault, Faults, Plan
+from telegrad.transport.faulty import Fault, FaultPlan, Faults
 from telegrad.transport.memory import MemoryListener, dial_memory
 from tests.rpc.agents import agents, call, introduce, office, start_agent
 from tests.waiting import wait_until
@@ -153,7 +153,7 @@ def test_a_large_reply_is_forgotten_as_soon_as_it_has_arrived(two: dict[str, Age
 
 
 def test_a_connection_that_breaks_before_a_call(two: dict[str, Agent]) -> None:
-    faults = Faults({"PythonCall": Plan(Fault.BREAK, times=2)})
+    faults = Faults({"PythonCall": FaultPlan(Fault.BREAK, times=2)})
     agents["a"].connector.fit_out = faults.on
     assert [call("a", "b", count, "x") for _ in range(3)] == [1, 2, 3]
     assert faults.happened("PythonCall") == 2

@@ -12,7 +12,7 @@ from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.devices import Placement, check_maps
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Member
-from telegrad.wire.specs import TensorSpec
+from telegrad.wire.tensor.specs import TensorSpec
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def specs(*devices: str) -> list[TensorSpec]:
 
 
 def placed(options: RpcBackendOptions, me: Member, peer: Member, *devices: str, reply: bool = False) -> list[str]:
-    found, _ = Placement(options, me).place(peer, [], specs(*devices), [], reply)
+    found, _ = Placement(options, me).apply(peer, [], specs(*devices), [], reply)
     return [spec.device for spec in found]
 
 
@@ -105,7 +105,7 @@ def test_without_a_map_the_same_gpu_under_its_number_there() -> None:
 
 def test_a_gpu_that_the_other_does_not_see() -> None:
     peer = member(1, gpus=("z",), device_maps={"elsewhere": {"cuda:0": "cuda:0"}})
-    with pytest.raises(RuntimeError, match="cuda:0 has no counterpart on worker 'w1'"):
+    with pytest.raises(RuntimeError, match="not available for destination w1, but found tensor on device: cuda:0"):
         placed(RpcBackendOptions(), member(0), peer, "cuda:0")
 
 

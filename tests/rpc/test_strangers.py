@@ -19,7 +19,7 @@ from telegrad.transport.addresses import Address, connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import receive_exactly
 from telegrad.wire.block_notices import ReleaseBlocks
-from telegrad.wire.frames import HEADER, MAGIC, VERSION, Kind, encode_prefix
+from telegrad.wire.frames import HEADER, MAGIC, VERSION, FrameKind, encode_prefix
 from telegrad.wire.messages import Ack, PythonCall
 from tests.waiting import wait_until
 
@@ -141,7 +141,7 @@ def member(agent: Agent, incarnation: int = 77) -> Iterator[socket.socket]:
         yield sock
 
 
-def frame(message: object, kind: int = Kind.REQUEST, **more: int) -> bytes:
+def frame(message: object, kind: int = FrameKind.REQUEST, **more: int) -> bytes:
     return encode_prefix(kind, 1, 0, message, (), (), **more)  # type: ignore[arg-type]
 
 
@@ -150,7 +150,7 @@ NONSENSE = {
     "unknown kind": HEADER.pack(MAGIC, VERSION, 77, 1, 0, 0, 1, 0) + b"x",
     "unknown message": HEADER.pack(MAGIC, VERSION, 1, 4, 0, 0, 1, 0) + b"\x93\x91\xcd\x03",
     "oversized": HEADER.pack(MAGIC, VERSION, 1, 10, 2**62, 0, 1, 0),
-    "not lent": frame(ReleaseBlocks((3,)), Kind.NOTICE),
+    "not lent": frame(ReleaseBlocks((3,)), FrameKind.NOTICE),
 }
 
 
@@ -168,10 +168,10 @@ def test_nonsense_closes_that_connection_only(agent: Agent, what: str, caplog: p
 @pytest.mark.parametrize(
     "call",
     [
-        frame(PythonCall(7, b"", 1.0)),  # a number that was never defined
-        frame(PythonCall(8, b"not a pickle", 1.0)),
-        frame(PythonCall(0, b"", 1.0), payload_bytes=3) + b"abc",
-        frame(PythonCall(0, b"", 1.0)),
+        frame(PythonCall(7, b"")),  # a number that was never defined
+        frame(PythonCall(8, b"not a pickle")),
+        frame(PythonCall(0, b""), payload_bytes=3) + b"abc",
+        frame(PythonCall(0, b"")),
         frame(Ack()),  # a request that is none
     ],
     ids=["undefined", "bad definition", "bad payload", "no payload", "no handler"],
@@ -180,13 +180,13 @@ def test_bad_requests_are_answered(agent: Agent, call: bytes) -> None:
     with member(agent) as sock:
         sock.sendall(call)
         head = receive_exactly(sock, HEADER.size)
-        assert HEADER.unpack(head)[2] == Kind.FAILURE
+        assert HEADER.unpack(head)[2] == FrameKind.FAILURE
     still_works()
 
 
 def test_a_truncated_request_harms_nobody(agent: Agent) -> None:
     with member(agent) as sock:
-        sock.sendall(frame(PythonCall(0, b"", 1.0), payload_bytes=1000) + b"only this")
+        sock.sendall(frame(PythonCall(0, b""), payload_bytes=1000) + b"only this")
     still_works()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from telegrad.ids import ForkId, PeerId, RRefId, make_id
-from telegrad.rref.actions import (
+from telegrad.rref.ledger.actions import (
     FailValue,
     Forget,
     MarkLost,
@@ -16,9 +16,9 @@ from telegrad.rref.actions import (
     SendFlushed,
     SendForkRequest,
 )
-from telegrad.rref.lifetime import Leak
-from telegrad.rref.owner_ledger import OwnerLedger
-from telegrad.rref.user_ledger import UserLedger
+from telegrad.rref.ledger.lifetime import Leak
+from telegrad.rref.ledger.owner import OwnerLedger
+from telegrad.rref.ledger.user import UserLedger
 
 OWNER, A, B, C = (PeerId(n) for n in range(4))  # the owner and three users
 R = RRefId(make_id(A, 1))  # created by A, lives on OWNER

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from telegrad.ids import ForkId, PeerId, RRefId, make_id
-from telegrad.rref import actions as lt
-from telegrad.rref.owner_ledger import OwnerLedger
-from telegrad.rref.user_ledger import UserLedger
+from telegrad.rref.ledger import actions as lt
+from telegrad.rref.ledger.owner import OwnerLedger
+from telegrad.rref.ledger.user import UserLedger
 
 WORKERS = [PeerId(n) for n in range(4)]
 
@@ -238,7 +238,7 @@ class World:
             assert not any(at.user.counts().values()), at.user.counts()
 
 
-class References(RuleBasedStateMachine):
+class RRefContext(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World()
@@ -323,7 +323,7 @@ class References(RuleBasedStateMachine):
 @pytest.mark.slow
 def test_no_order_of_messages_and_deaths_breaks_the_guarantees() -> None:
     run_state_machine_as_test(
-        References,
+        RRefContext,
         settings=settings(
             max_examples=300,
             stateful_step_count=50,

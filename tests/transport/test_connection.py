@@ -20,10 +20,10 @@ from telegrad.transport.connection import Connection
 from telegrad.transport.stream import Lane, SocketStream, make_lane_pair
 from telegrad.transport.tensor_memory import _say_once
 from telegrad.wire.block_notices import ReleaseBlocks, RetireBlocks
-from telegrad.wire.frames import HEADER, INLINE, MAGIC, VERSION, Frame, Kind, SegmentSpec, encode_prefix, returned
+from telegrad.wire.frames import HEADER, INLINE, MAGIC, VERSION, Frame, FrameKind, SegmentSpec, encode_prefix, returned
 from telegrad.wire.messages import Ack, Ping, PythonReply
-from telegrad.wire.returning import mark_spare, storages_of
-from telegrad.wire.tensors import describe, rebuild
+from telegrad.wire.tensor.returning import mark_spare, storages_of
+from telegrad.wire.tensor.tensors import describe, rebuild
 
 LIMIT = 2**32
 
@@ -61,7 +61,7 @@ def receive(connection: Connection, count: int) -> list[Frame]:
 
 def send_tensor(connection: Connection, x: torch.Tensor, request_id: int = 1) -> None:
     specs, segments = describe([x])
-    connection.send(Kind.REPLY, request_id, 0, PythonReply(), b"payload", specs, segments)
+    connection.send(FrameKind.REPLY, request_id, 0, PythonReply(), b"payload", specs, segments)
 
 
 def take_tensor(connection: Connection) -> torch.Tensor:
@@ -102,11 +102,11 @@ def test_the_lack_of_shared_memory_is_said_once(
 def test_held_frames_leave_with_the_next(pair: tuple[Connection, Connection]) -> None:
     a, b = pair
     for i in range(5):
-        a.send(Kind.REPLY, i, 0, PythonReply(), hold=True)
+        a.send(FrameKind.REPLY, i, 0, PythonReply(), hold=True)
     assert not b.stream.readable(0)
-    a.send(Kind.REPLY, 5, 0, PythonReply())
+    a.send(FrameKind.REPLY, 5, 0, PythonReply())
     assert [f.request_id for f in receive(b, 6)] == list(range(6))
-    a.send(Kind.REPLY, 6, 0, PythonReply(), hold=True)
+    a.send(FrameKind.REPLY, 6, 0, PythonReply(), hold=True)
     a.flush()
     assert receive(b, 1)[0].request_id == 6
 
@@ -117,7 +117,7 @@ def test_the_end_of_a_stream(pair: tuple[Connection, Connection]) -> None:
     assert b.stream.readable(1.0)
     assert b.receive() is None
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on the platform
-        a.send(Kind.NOTICE, 0, 0, Ping())
+        a.send(FrameKind.NOTICE, 0, 0, Ping())
 
 
 def test_a_peer_that_does_not_read_meets_the_deadline(pair: tuple[Connection, Connection]) -> None:
@@ -125,10 +125,10 @@ def test_a_peer_that_does_not_read_meets_the_deadline(pair: tuple[Connection, Co
     blocked: list[bool] = []
     a.on_blocked = lambda: blocked.append(True)
     with pytest.raises(TimeoutError):
-        a.send(Kind.NOTICE, 0, 0, Ping(), bytes(100_000_000), deadline=time.monotonic() + 0.05)
+        a.send(FrameKind.NOTICE, 0, 0, Ping(), bytes(100_000_000), deadline=time.monotonic() + 0.05)
     assert blocked
     with pytest.raises(OSError):  # noqa: PT011 - part of a message is out: nothing may follow it
-        a.send(Kind.NOTICE, 0, 0, Ping())
+        a.send(FrameKind.NOTICE, 0, 0, Ping())
 
 
 # --- shared blocks ---
@@ -150,7 +150,7 @@ def test_blocks_go_back_when_the_storage_is_freed_and_are_used_again() -> None:
             addresses.add(view.data_ptr())
             del view
             assert borrower.in_use == 0
-            b.send(Kind.NOTICE, 0, 0, Ping())  # what was released goes along
+            b.send(FrameKind.NOTICE, 0, 0, Ping())  # what was released goes along
             receive(a, 1)
             assert lender.lent_bytes == 0
         assert len(addresses) == 1
@@ -216,7 +216,7 @@ def send_back(connection: Connection, tensors: list[torch.Tensor], *, hold: bool
     """As a worker replies with what came with the request; the list must be all that holds it."""
     specs, segments = describe(tensors)
     segments = mark_spare(tensors, segments, storages_of(tensors))
-    connection.send(Kind.REPLY, 1, 0, PythonReply(), b"payload", specs, segments, hold=hold)
+    connection.send(FrameKind.REPLY, 1, 0, PythonReply(), b"payload", specs, segments, hold=hold)
 
 
 def take_tensors(connection: Connection, count: int = 1) -> list[torch.Tensor]:
@@ -243,13 +243,13 @@ def test_what_is_sent_back_lies_in_the_memory_it_was_lent_in() -> None:
         assert lender_of(b).lent_bytes == 0
         assert len(lender_of(a)._regained) == 1
         theirs.clear()
-        b.send(Kind.NOTICE, 0, 0, Ping())
+        b.send(FrameKind.NOTICE, 0, 0, Ping())
         receive(a, 1)
         send_tensor(a, torch.zeros(100_000))
         assert ours[0] == 1  # the next message has other memory
         del ours
         take_tensors(b)
-        b.send(Kind.NOTICE, 0, 0, Ping())
+        b.send(FrameKind.NOTICE, 0, 0, Ping())
         receive(a, 1)
         assert lender_of(a).lent_bytes == 0
 
@@ -258,7 +258,7 @@ def test_some_go_back_and_others_are_copied() -> None:
     a, b = make_pair()
     with closing(a), closing(b):
         specs, segments = describe([torch.full((20_000 + i,), float(i)) for i in range(4)])
-        a.send(Kind.REQUEST, 1, 0, PythonReply(), b"", specs, segments)
+        a.send(FrameKind.REQUEST, 1, 0, PythonReply(), b"", specs, segments)
         theirs = take_tensors(b, 4)
         kept = theirs[2]
         send_back(b, [theirs.pop(), theirs.pop(), torch.full((20_000,), 7.0), theirs.pop()])
@@ -290,13 +290,13 @@ def test_a_small_part_of_a_block_goes_back_as_a_copy() -> None:
     a, b = make_pair()
     with closing(a), closing(b):
         specs, segments = describe([torch.ones(1_000_000), torch.full((20_000,), 2.0)])
-        a.send(Kind.REQUEST, 1, 0, PythonReply(), b"", specs, segments)
+        a.send(FrameKind.REQUEST, 1, 0, PythonReply(), b"", specs, segments)
         theirs = take_tensors(b, 2)
         send_back(b, [theirs.pop()])
         ours = take_tensor(a)
         assert torch.equal(ours, torch.full((20_000,), 2.0))
         theirs.clear()
-        b.send(Kind.NOTICE, 0, 0, Ping())
+        b.send(FrameKind.NOTICE, 0, 0, Ping())
         receive(a, 1)
         assert lender_of(a).lent_bytes == 0
 
@@ -366,7 +366,7 @@ def test_a_return_that_is_read_after_the_end_is_no_fault_of_the_peer() -> None:
 
 
 def raw_frame(
-    message: object, segments: list[SegmentSpec] | None = None, data: bytes = b"", kind: Kind = Kind.NOTICE
+    message: object, segments: list[SegmentSpec] | None = None, data: bytes = b"", kind: FrameKind = FrameKind.NOTICE
 ) -> bytes:
     return encode_prefix(kind, 1, 0, message, (), segments or (), 0, len(data)) + data  # type: ignore[arg-type]
 
@@ -495,7 +495,7 @@ def _damaged(chance: random.Random) -> bytes:
         sender = Connection(SocketStream(a, "unix", None), max_frame=LIMIT)
         for _ in range(chance.randint(1, 3)):
             choice = chance.choice([PythonReply(), ReleaseBlocks((1, 2)), RetireBlocks((3,)), Ping()])
-            sender.send(chance.choice(list(Kind)), 1, 0, choice, b"payload", specs, segments)
+            sender.send(chance.choice(list(FrameKind)), 1, 0, choice, b"payload", specs, segments)
         raw = bytearray(b.recv(1_000_000))
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(raw))

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from telegrad.transport.faulty import Fault, Faults, FaultyConnection, Plan
-from telegrad.wire.frames import Kind
+from telegrad.transport.faulty import Fault, FaultPlan, Faults, FaultyConnection
+from telegrad.wire.frames import FrameKind
 from telegrad.wire.messages import Ack, Ping
 
 
@@ -19,53 +19,53 @@ class Recorder:
         self._enough = enough
         self.all_sent = threading.Event()
 
-    def send(self, kind: Kind, request_id: int, ack: int, message: Any, *_: Any, **__: Any) -> bytes:
+    def send(self, kind: FrameKind, request_id: int, ack: int, message: Any, *_: Any, **__: Any) -> bytes:
         self.sent.append(f"{type(message).__name__} {request_id}")
         if len(self.sent) == self._enough:
             self.all_sent.set()
         return b"frame"
 
 
-def faulty(recorder: Recorder, **plans: Plan) -> Any:
+def faulty(recorder: Recorder, **plans: FaultPlan) -> Any:
     return FaultyConnection(recorder, Faults(plans))  # type: ignore[arg-type]
 
 
 def test_plans_are_counted_over_all_connections() -> None:
-    faults = Faults({"Ping": Plan(Fault.LOSE, times=2)})
+    faults = Faults({"Ping": FaultPlan(Fault.LOSE, times=2)})
     assert [faults.next_for(Ping()) is not None for _ in range(4)] == [True, True, False, False]
     assert faults.next_for(Ack()) is None
     assert (faults.happened("Ping"), faults.happened("Ack")) == (2, 0)
 
 
 def test_a_plan_without_end_goes_on() -> None:
-    faults = Faults({"Ping": Plan(Fault.LOSE)})
+    faults = Faults({"Ping": FaultPlan(Fault.LOSE)})
     assert all(faults.next_for(Ping()) for _ in range(100))
 
 
 @pytest.mark.parametrize(("fault", "error"), [(Fault.BREAK, ConnectionError), (Fault.REFUSE, TimeoutError)])
 def test_some_faults_are_told_to_the_sender(fault: Fault, error: type[Exception]) -> None:
     recorder = Recorder()
-    connection = faulty(recorder, Ping=Plan(fault, times=1))
+    connection = faulty(recorder, Ping=FaultPlan(fault, times=1))
     with pytest.raises(error, match="Ping"):
-        connection.send(Kind.NOTICE, 1, 0, Ping())
-    assert connection.send(Kind.NOTICE, 2, 0, Ping()) == b"frame"
+        connection.send(FrameKind.NOTICE, 1, 0, Ping())
+    assert connection.send(FrameKind.NOTICE, 2, 0, Ping()) == b"frame"
     assert recorder.sent == ["Ping 2"]
 
 
 def test_a_lost_message_is_not_sent_and_others_are() -> None:
     recorder = Recorder()
-    connection = faulty(recorder, Ping=Plan(Fault.LOSE))
-    assert connection.send(Kind.NOTICE, 1, 0, Ping()) is None
-    connection.send(Kind.NOTICE, 2, 0, Ack())
+    connection = faulty(recorder, Ping=FaultPlan(Fault.LOSE))
+    assert connection.send(FrameKind.NOTICE, 1, 0, Ping()) is None
+    connection.send(FrameKind.NOTICE, 2, 0, Ack())
     assert recorder.sent == ["Ack 2"]
 
 
 def test_what_is_sent_after_a_delayed_message_stays_behind_it() -> None:
     recorder = Recorder(enough=3)
-    connection = faulty(recorder, Ping=Plan(Fault.DELAY, seconds=0.02))
-    connection.send(Kind.NOTICE, 1, 0, Ping())
-    connection.send(Kind.NOTICE, 2, 0, Ack())
-    connection.send(Kind.NOTICE, 3, 0, Ping())
+    connection = faulty(recorder, Ping=FaultPlan(Fault.DELAY, seconds=0.02))
+    connection.send(FrameKind.NOTICE, 1, 0, Ping())
+    connection.send(FrameKind.NOTICE, 2, 0, Ack())
+    connection.send(FrameKind.NOTICE, 3, 0, Ping())
     assert recorder.sent == []
     assert recorder.all_sent.wait(10)
     assert recorder.sent == ["Ping 1", "Ack 2", "Ping 3"]

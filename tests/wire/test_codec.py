@@ -25,7 +25,7 @@ from telegrad.wire import codec
 from telegrad.wire.codec import Packed, pack, unpack
 from telegrad.wire.pickling import pickler, unpickler
 from telegrad.wire.pickling.pickler import register_reducer
-from telegrad.wire.tensors import describe, rebuild, segment_bytes
+from telegrad.wire.tensor.tensors import describe, rebuild, segment_bytes
 
 
 def deliver(packed: Packed, **options: Any) -> Any:

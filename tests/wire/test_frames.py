@@ -17,18 +17,20 @@ from telegrad.wire.frames import (
     READ_SIZE,
     VERSION,
     Frame,
+    FrameKind,
     FrameReader,
-    Kind,
     SegmentSpec,
     align,
     encode_prefix,
 )
 from telegrad.wire.messages import Ack, Barrier, PythonCall, PythonReply
 
-CALL = PythonCall(3, b"definition", 60.0)
+CALL = PythonCall(3, b"definition")
 
 
-def frame_bytes(request_id: int = 1, payload: bytes = b"", data: bytes = b"", kind: Kind = Kind.REQUEST) -> bytes:
+def frame_bytes(
+    request_id: int = 1, payload: bytes = b"", data: bytes = b"", kind: FrameKind = FrameKind.REQUEST
+) -> bytes:
     """One whole frame; `data` is one inline segment."""
     segments = [SegmentSpec(len(data), INLINE, 0)] if data else []
     return encode_prefix(kind, request_id, 7, CALL, (), segments, len(payload), len(data)) + payload + data
@@ -53,9 +55,9 @@ def content(frame: Frame) -> tuple[object, ...]:
     return frame.kind, frame.request_id, frame.ack, frame.message, bytes(frame.payload), data[:length]
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", FrameKind)
 @pytest.mark.parametrize(("payload", "data"), [(b"", b""), (b"p" * 100, b""), (b"", b"d" * 100), (b"p", b"d" * 1000)])
-def test_round_trip(kind: Kind, payload: bytes, data: bytes) -> None:
+def test_round_trip(kind: FrameKind, payload: bytes, data: bytes) -> None:
     reader = FrameReader()
     (frame,) = feed(reader, frame_bytes(9, payload, data, kind))
     assert content(frame) == (kind, 9, 7, CALL, payload, data)
@@ -139,7 +141,7 @@ HEADER_FIELDS = {
 
 @pytest.mark.parametrize("field", HEADER_FIELDS)
 def test_headers_that_lie(field: str) -> None:
-    fields = [MAGIC, VERSION, int(Kind.REQUEST), 10, 0, 0, 1, 0]
+    fields = [MAGIC, VERSION, int(FrameKind.REQUEST), 10, 0, 0, 1, 0]
     order = ["magic", "version", "kind", "head length", "payload length", "data length"]
     fields[order.index(field.removeprefix("another "))] = HEADER_FIELDS[field]
 
@@ -174,7 +176,7 @@ def test_a_truncated_frame_is_not_idle() -> None:
 @pytest.mark.parametrize("message", [[999], [1], [1, 2], [1, "x", b"", 0.0], "text", None, {}, [41, 1, 2, 3]])
 def test_heads_with_something_else_than_a_message(message: object) -> None:
     head = msgspec.msgpack.encode([message, [], []])
-    header = HEADER.pack(MAGIC, VERSION, Kind.REQUEST, len(head), 0, 0, 1, 0)
+    header = HEADER.pack(MAGIC, VERSION, FrameKind.REQUEST, len(head), 0, 0, 1, 0)
     with pytest.raises(ProtocolError, match="malformed"):
         feed(FrameReader(), header + head)
 
@@ -193,7 +195,7 @@ def test_heads_with_something_else_than_a_message(message: object) -> None:
 def test_any_frames_in_any_pieces(frames: list[tuple[object, bytes, int]], pieces: list[int]) -> None:
     raw = b"".join(
         encode_prefix(
-            Kind.NOTICE, i, 0, message, (), [SegmentSpec(extra, INLINE, 0)] * bool(extra), len(payload), extra
+            FrameKind.NOTICE, i, 0, message, (), [SegmentSpec(extra, INLINE, 0)] * bool(extra), len(payload), extra
         )  # type: ignore[arg-type]
         + payload
         + b"e" * extra

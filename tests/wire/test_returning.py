@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from telegrad.wire.returning import WORTHWHILE, mark_spare, storages_of
-from telegrad.wire.tensors import describe, rebuild
+from telegrad.wire.tensor.returning import WORTHWHILE, mark_spare, storages_of
+from telegrad.wire.tensor.tensors import describe, rebuild
 
 LARGE = WORTHWHILE // 4  # floats
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.errors import ProtocolError
-from telegrad.wire.small import MOST_BYTES, describe_small, rebuild_small
-from telegrad.wire.specs import DTYPES, NO_SEGMENT, TensorSpec
+from telegrad.wire.tensor.small import MOST_BYTES, describe_small, rebuild_small
+from telegrad.wire.tensor.specs import DTYPES, NO_SEGMENT, TensorSpec
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[TensorSpec]).decode

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from telegrad.errors import ProtocolError, SerializationError
-from telegrad.wire.specs import DTYPES, QUANTIZED_DTYPES, Flag, Kind
-from telegrad.wire.tensors import Segment, TensorSpec, describe, rebuild, segment_bytes, segment_view
+from telegrad.wire.tensor.specs import DTYPES, QUANTIZED_DTYPES, Flag, TensorKind
+from telegrad.wire.tensor.tensors import Segment, TensorSpec, describe, rebuild, segment_bytes, segment_view
 
 # torch announces the end of its quantized tensors, and the prototype state of CSR and nested ones, when one is made
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -27,6 +27,9 @@ many = settings(max_examples=6 * settings().max_examples)
 PLAIN_DTYPES = [dtype for dtype in DTYPES if dtype not in QUANTIZED_DTYPES]
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[TensorSpec]).decode
+
+
+QUINT8 = DTYPES.index(torch.quint8)
 
 
 def receive(specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> list[Tensor]:
@@ -354,7 +357,7 @@ def test_what_cannot_be_sent_is_named() -> None:
 
 # What a peer may not say.
 
-GOOD = TensorSpec(Kind.DENSE, 0, (2, 2), (), 0, 0, 0)
+GOOD = TensorSpec(TensorKind.DENSE, 0, (2, 2), (), 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -385,14 +388,22 @@ GOOD = TensorSpec(Kind.DENSE, 0, (2, 2), (), 0, 0, 0)
         ({"device": "meta"}, "meta device"),
         ({"parts": (0,)}, "DENSE with 1 parts"),
         ({"scalars": (1.0,)}, "1 scalars"),
-        ({"kind": Kind.META}, "needs no memory"),
-        ({"kind": Kind.SPARSE_COO, "parts": (0, 1)}, "0 is not the index of a part"),
-        ({"kind": Kind.SPARSE_COO, "parts": (1, 7), "segment": -1}, "7 is not the index of a part"),
-        ({"kind": Kind.SPARSE_COO, "parts": (1, 1), "segment": -1}, "already belongs"),
-        ({"kind": Kind.SPARSE_COO, "parts": (1, 2), "segment": -1}, "torch refuses"),
-        ({"kind": Kind.QUANTIZED, "scalars": (1.0, float("inf")), "dtype": DTYPES.index(torch.quint8)}, "refuses"),
+        ({"kind": TensorKind.META}, "needs no memory"),
+        ({"kind": TensorKind.SPARSE_COO, "parts": (0, 1)}, "0 is not the index of a part"),
+        ({"kind": TensorKind.SPARSE_COO, "parts": (1, 7), "segment": -1}, "7 is not the index of a part"),
+        ({"kind": TensorKind.SPARSE_COO, "parts": (1, 1), "segment": -1}, "already belongs"),
+        ({"kind": TensorKind.SPARSE_COO, "parts": (1, 2), "segment": -1}, "torch refuses"),
         (
-            {"kind": Kind.QUANTIZED_CHANNELS, "scalars": (5.0,), "parts": (1, 2), "dtype": DTYPES.index(torch.quint8)},
+            {"kind": TensorKind.QUANTIZED, "scalars": (1.0, float("inf")), "dtype": QUINT8},
+            "refuses",
+        ),
+        (
+            {
+                "kind": TensorKind.QUANTIZED_CHANNELS,
+                "scalars": (5.0,),
+                "parts": (1, 2),
+                "dtype": QUINT8,
+            },
             "do not fit",
         ),
     ],

@@ -37,7 +37,7 @@ from telegrad.wire.messages import (
     RRefFetch,
 )
 from telegrad.wire.pickling.pickler import set_recording
-from telegrad.wire.specs import Flag
+from telegrad.wire.tensor.specs import Flag
 
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)  # a plain int: arithmetic on enums costs a microsecond
 _CALLS = {PythonCall, PythonRemoteCall, RRefFetch}

@@ -65,10 +65,11 @@ def _add_watching(commands: Any) -> None:
     trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="default: trace.json")
     dashboard = commands.add_parser(
         "dashboard",
-        help="run a script with a live page, or find the pages of jobs that run here",
-        description="Run a script with a live page; without a script, print the addresses of the pages that run here.",
+        help="show a live page of a script that it runs, or of a job that runs already",
+        description="Run a script with a live page; without a script, serve a page of a job that runs already.",
     )
     dashboard.add_argument("--listen", metavar="HOST:PORT", help="default: a free port of the loopback address")
+    _add_connect(dashboard)
     for parser, needed in ((trace, True), (dashboard, False)):
         parser.add_argument(
             "-n", "--workers", type=_positive, metavar="N", help="as with `run`; by default the script starts its own"
@@ -78,9 +79,20 @@ def _add_watching(commands: Any) -> None:
         parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="go to the script")
         parser.set_defaults(command=_watch, watch=parser.prog.split()[-1])
     top = commands.add_parser("top", help="show a running job in the terminal", description="Show a running job.")
-    top.add_argument("url", nargs="?", metavar="URL", help="of its dashboard; default: the latest on this host")
+    top.add_argument("url", nargs="?", metavar="URL", help="of its dashboard, if it has one; else see --connect")
+    _add_connect(top)
     top.add_argument("--once", action="store_true", help="print once and end")
     top.set_defaults(command=_watch, watch="top")
+
+
+def _add_connect(parser: argparse.ArgumentParser) -> None:
+    """For commands that look at a job that runs: which one."""
+    parser.add_argument(
+        "--connect",
+        metavar="WHERE",
+        help="the id of one of the job's processes on this host, or tcp://HOST:PORT, where its workers meet, with its "
+        "secret in TELEGRAD_SECRET; default: the job of yours that runs on this host",
+    )
 
 
 def _watch(options: argparse.Namespace) -> int:

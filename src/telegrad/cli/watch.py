@@ -1,14 +1,18 @@
 """`telegrad dashboard`, `top` and `trace`: programs that are watched, and those that are found running."""
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from telegrad.errors import TelegradError
 from telegrad.launch.script import run_script
-from telegrad.observe.live.jobs import running_pages
+from telegrad.observe.attach import attached, has_ended
+
+_LOOK_SECONDS = 0.5
+_ONCE_SECONDS = 3.0
 
 
 def run_watched(options: argparse.Namespace, variable: str, value: str) -> int:
@@ -33,30 +37,39 @@ def trace(options: argparse.Namespace) -> int:
 
 
 def dashboard(options: argparse.Namespace) -> int:
-    """Run a script with a page, or tell of the pages that there are."""
+    """Run a script with a page, or serve a page of a job that runs."""
     if options.script is not None:
         return run_watched(options, "TELEGRAD_DASHBOARD", options.listen or "1")
-    pages = running_pages()
-    for page in pages:
-        sys.stdout.write(f"{page.name} (process {page.pid}): {page.url}\n")
-    if not pages:
-        sys.stdout.write(
-            "No job with a dashboard runs here. Start one with `telegrad dashboard script.py`, with "
-            "`local_cluster(dashboard=True)`, or any job with TELEGRAD_DASHBOARD=1 in the environment of worker 0.\n"
-        )
-    return 0 if pages else 1
+    from telegrad.observe.live.page import serving
+
+    host, _, port = (options.listen or "").rpartition(":")
+    with attached(options.connect) as agent, serving(agent, host or "127.0.0.1", int(port or 0)) as page:
+        sys.stdout.write(f"the dashboard is at {page.url}\n")
+        sys.stdout.flush()
+        try:
+            while not has_ended(agent):
+                time.sleep(_LOOK_SECONDS)
+        except KeyboardInterrupt:
+            return 0
+    sys.stdout.write("the job has ended\n")
+    return 0
 
 
 def top(options: argparse.Namespace) -> int:
     """Show a job in the terminal."""
-    from telegrad.observe.live.top import show
+    from telegrad.observe.live.board import Board
+    from telegrad.observe.live.top import fetch, show
 
-    url = options.url
-    if url is None:
-        pages = running_pages()
-        if not pages:
-            raise TelegradError(
-                "no job with a dashboard runs here; give its address, or start one with `telegrad dashboard script.py`"
-            )
-        url = pages[-1].url
-    return show(url, once=options.once)
+    where = options.connect or options.url
+    if where is not None and where.startswith("http"):
+        return show(lambda: fetch(where), once=options.once)
+    logging.getLogger("telegrad").setLevel(logging.ERROR)  # who is gone is on the screen
+    with attached(where) as agent:
+        board = Board(agent)
+        board.start()
+        try:
+            if options.once:  # rates are those between two looks
+                board.wait_for_news(1, _ONCE_SECONDS)
+            return show(lambda: None if has_ended(agent) else board.state, once=options.once)
+        finally:
+            board.close()

@@ -14,9 +14,7 @@ import torch
 import torch.distributed  # noqa: F401 - the parent of what is replaced
 
 from telegrad.compat.failures import leave_failures_to_logging, print_failures
-from telegrad.rpc import remote_errors
-from telegrad.rpc.client.link import Link
-from telegrad.rref import RRef
+from telegrad.rpc.torch_modes import stand_in
 
 # What stands in for what. Those of torch's that were not imported yet are never loaded. A submodule that is not listed
 # here but lies in `telegrad/compat/rpc` is found there when it is first imported.
@@ -160,9 +158,7 @@ def install() -> None:
             replacement = Replacement()
             replacement.apply()
             _installed.append(replacement)
-            RRef._shown_as_in_torch = True
-            remote_errors.takes_parts = False
-            Link.cancels_at_timeout = False
+            stand_in.use(stand_in.TORCHS)
             importlib.import_module("telegrad.compat.rpc.internal").send_script_modules()
 
 
@@ -171,9 +167,7 @@ def uninstall() -> None:
     with _lock:
         if _installed:
             _installed.pop().undo()
-            RRef._shown_as_in_torch = False
-            remote_errors.takes_parts = True
-            Link.cancels_at_timeout = True
+            stand_in.use(stand_in.OURS)
 
 
 def is_installed() -> bool:

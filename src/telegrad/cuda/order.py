@@ -4,8 +4,8 @@
   everything that had been answered here before it arrived, and that its caller may therefore know of: earlier requests,
   earlier passes, and what lies on the default stream.
 - A backward pass has streams of its own, too, whichever threads run its parts.
-- A message carries an event for its memory (`transport/device_blocks.py`), so what the sender had enqueued is done
-  before the receiver's stream reads it.
+- A message carries a number for its memory (`transport/device`), so what the sender had enqueued is done before the
+  receiver's stream reads it.
 - A value that waits for whoever comes for it, in a future or behind a reference, has a `Mark` of the streams it was
   made on.
 
@@ -38,6 +38,9 @@ _free: list[Lane] = []  # the last one used is taken first: its own work needs n
 class _Local(threading.local):
     lane: Lane | None = None  # the one this thread is on
 
+    def __init__(self) -> None:
+        self.events: dict[int, torch.cuda.Event] = {}  # by device; see `_wait`
+
 
 _local = _Local()
 
@@ -45,10 +48,11 @@ _local = _Local()
 class Lane:
     """One stream on each device in use, for one request or one pass at a time."""
 
-    __slots__ = ("_streams", "ended", "ended_at", "unfinished", "uses")
+    __slots__ = ("_raw", "_streams", "ended", "ended_at", "unfinished", "uses")
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._raw: list[_Raw] = []
         self.ended = False  # its request or pass has been answered: others may know of it, and must see its work
         self.unfinished = False  # whether some of that work may not be done
         self.ended_at = 0
@@ -68,6 +72,12 @@ class Lane:
     def streams(self) -> list[torch.cuda.Stream]:
         """Those on all devices in use."""
         return [self.stream(device) for device in _devices]
+
+    def raw(self) -> list[_Raw]:
+        """The same, as torch's own functions take them."""
+        if len(self._raw) != len(_devices):
+            self._raw = [(one.stream_id, one.device_index, one.device_type) for one in self.streams()]
+        return self._raw
 
 
 def activate() -> None:
@@ -110,19 +120,31 @@ def take(arrived: int = 0) -> Lane:
     arrived = arrived or now()
     with _lock:
         # The one used last, among those to be waited for anyhow.
-        lane = next((lane for lane in reversed(_free) if lane.ended_at < arrived or not lane.unfinished), None)
-        if lane is not None:
-            _free.remove(lane)
+        for lane in reversed(_free):
+            if lane.ended_at < arrived or not lane.unfinished:
+                _free.remove(lane)
+                break
         else:
             lane = Lane()
             _lanes.append(lane)
         lane.ended = False
-    for stream in lane.streams():
-        default = _default_stream(stream.device_index)
+    for device in _devices:
+        default = _default_stream(device)
         if not default.query():
-            stream.wait_stream(default)
+            _wait(lane.stream(device), default)
     _follow(lane.stream, arrived)
     return lane
+
+
+def _wait(ours: torch.cuda.Stream, theirs: torch.cuda.Stream) -> None:
+    """What comes on `ours` waits for what is on `theirs` now. The same event each time: a stream that waits for one
+    waits for what was recorded when it was told to, whatever is recorded later."""
+    device = theirs.device_index
+    event = _local.events.get(device)
+    if event is None:
+        event = _local.events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
+    event.record(theirs)
+    ours.wait_event(event)
 
 
 def uses_several_devices() -> bool:
@@ -178,7 +200,7 @@ def _follow(stream_on: Callable[[int], torch.cuda.Stream], before: int) -> None:
                 unfinished = True
                 ours = stream_on(theirs.device_index)
                 if ours != theirs:
-                    ours.wait_stream(theirs)
+                    _wait(ours, theirs)
         if not unfinished:
             with _lock:
                 if lane.uses == uses and lane.ended:
@@ -203,11 +225,11 @@ class on:  # noqa: N801 - used like a function; a class, because each request en
         self._lane = lane
 
     def __enter__(self) -> None:
-        streams = self._lane.streams()
-        self._before = [_current(stream.device_index) for stream in streams]
+        streams = self._lane.raw()
+        self._before = [_current(device) for _, device, _ in streams]
         self._outer, _local.lane = _local.lane, self._lane
         if streams:
-            _set_current([(stream.stream_id, stream.device_index, stream.device_type) for stream in streams])
+            _set_current(streams)
 
     def __exit__(self, *_: object) -> None:
         _local.lane = self._outer
@@ -267,7 +289,7 @@ def hand_over(tensors: Iterable[Tensor | None], lane: Lane) -> None:
             continue
         if device not in waited:
             waited.add(device)
-            stream.wait_stream(current)
+            _wait(stream, current)
         for part in _with_memory(tensor):
             part.record_stream(stream)
 

@@ -1,8 +1,9 @@
 """The few calls of CUDA that torch does not offer, on the libraries torch itself has loaded.
 
 Memory that another process can open (CUDA IPC), copies that need no tensors, pinning of memory that is mapped already,
-and streams that wait for a number in memory. Pointers and streams are plain integers here. Every call checks what it
-returns, and clears the error: the runtime would report it again to whoever asks next, which is torch.
+streams that wait for a number in memory, and kernels of this package's own. Pointers and streams are plain integers
+here. Every call checks what it returns, and clears the error: the runtime would report it again to whoever asks next,
+which is torch.
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ class Runtime:
         # Bound, since each message makes some of these.
         self._copy = self._library.cudaMemcpyAsync
         driver = ctypes.CDLL("libcuda.so.1")
+        self._driver = driver
         self._write_value = _stream_function(driver, "cuStreamWriteValue32")
         self._wait_value = _stream_function(driver, "cuStreamWaitValue32")
+        self._launch = driver.cuLaunchKernel
+        self._launch.argtypes = (_POINTER, *[ctypes.c_uint] * 7, _POINTER, _POINTER, _POINTER)
+        self._launch.restype = ctypes.c_int
 
     def _check(self, code: int, what: str) -> None:
         if code != _SUCCESS:
@@ -156,6 +161,44 @@ class Runtime:
     def synchronize(self, stream: int) -> None:
         """Return when all work on a stream is done. Other threads run meanwhile."""
         self._check(self._library.cudaStreamSynchronize(stream), "waiting for a stream")
+
+    # --- kernels ---
+
+    def load_kernel(self, code: bytes, name: bytes) -> int:
+        """A kernel of a text in PTX, for the current device."""
+        self._library.cudaFree(None)  # the driver looks for no context by itself
+        module, function = _POINTER(), _POINTER()
+        self._check_driver(self._driver.cuModuleLoadData(ctypes.byref(module), code), "loading a kernel")
+        self._check_driver(self._driver.cuModuleGetFunction(ctypes.byref(function), module, name), "finding a kernel")
+        return int(function.value or 0)
+
+    def launch(self, function: int, blocks: int, threads: int, stream: int, parameters: Any) -> None:
+        """Enqueue a kernel of the current device; `parameters` point to its arguments."""
+        code = self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, None)
+        if code == _NO_CONTEXT:
+            self._library.cudaFree(None)
+            code = self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, None)
+        if code:
+            self._check_driver(code, "launching a kernel")
+
+    def _check_driver(self, code: int, what: str) -> None:
+        if code != _SUCCESS:
+            raise CudaError(f"{what}: the driver refused it (CUDA error {code})")
+
+
+class Launcher:
+    """Room for the one argument of a kernel, for one thread: the call of the driver copies it before it returns."""
+
+    __slots__ = ("_parameters", "_runtime", "arguments")
+
+    def __init__(self, runtime: Runtime, nbytes: int) -> None:
+        self._runtime = runtime
+        self.arguments = ctypes.create_string_buffer(nbytes)
+        self._parameters = (_POINTER * 1)(ctypes.addressof(self.arguments))
+
+    def launch(self, function: int, blocks: int, threads: int, stream: int) -> None:
+        """Launch it with what lies in `arguments`."""
+        self._runtime.launch(function, blocks, threads, stream, self._parameters)
 
 
 def _stream_function(driver: Any, name: str) -> Any:

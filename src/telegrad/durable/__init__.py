@@ -12,8 +12,8 @@ serve       what the other workers' program does meanwhile
 """
 
 from telegrad.durable.driver import Return
+from telegrad.durable.durable_ref import DurableRef
 from telegrad.durable.optimizer import DurableOptimizer
-from telegrad.durable.reference import DurableRef
 from telegrad.durable.run import Run
 from telegrad.durable.serve import serve
 

@@ -16,7 +16,7 @@ import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from telegrad.durable.snapshots import Report, Snapshot
+from telegrad.durable.snapshot.names import Report, Snapshot
 
 DISK = ""  # where a part comes from, if not from a worker
 

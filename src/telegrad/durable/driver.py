@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from telegrad import rpc
-from telegrad.durable import disk, worker
+from telegrad.durable import worker
 from telegrad.durable.core import Action, Commit, Coordinator, Halt, Lost, Restore, Resume, Seal, Take
 from telegrad.durable.part import Recipe, parts_of
+from telegrad.durable.snapshot import disk
 from telegrad.errors import DurableError, RunSuperseded, StateLost, WorkerDied
 from telegrad.ids import generation_of
 from telegrad.rpc.agent import Agent

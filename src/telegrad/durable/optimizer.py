@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from telegrad.durable.durable_ref import DurableRef
 from telegrad.durable.part import Recipe
-from telegrad.durable.reference import DurableRef
 from telegrad.errors import DurableError
 from telegrad.optim import DistributedOptimizer
 from telegrad.optim.owner import LocalOptimizer

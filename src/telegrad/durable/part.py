@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from telegrad.durable.copies import copy_aside
-from telegrad.durable.generators import load_generators, save_generators
-from telegrad.durable.holdings import Holdings
-from telegrad.durable.snapshots import Snapshot
-from telegrad.durable.states import Access, access_to
+from telegrad.durable.snapshot.copies import copy_aside
+from telegrad.durable.snapshot.generators import load_generators, save_generators
+from telegrad.durable.snapshot.holdings import Holdings
+from telegrad.durable.snapshot.names import Snapshot
+from telegrad.durable.snapshot.states import Access, access_to
 from telegrad.errors import DurableError, NotRestored, RpcTimeout
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Layer

@@ -14,9 +14,9 @@ from torch.distributed.remote_device import _remote_device
 from telegrad import autograd, rpc
 from telegrad.durable import worker
 from telegrad.durable.driver import Driver, Return, Settings, next_epoch
+from telegrad.durable.durable_ref import DurableRef
 from telegrad.durable.optimizer import DurableOptimizer
 from telegrad.durable.part import Recipe, part_of, parts_of
-from telegrad.durable.reference import DurableRef
 from telegrad.errors import DurableError, WorkerDied
 from telegrad.nn import RemoteModule
 from telegrad.nn.owner_side import create_module

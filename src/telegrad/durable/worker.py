@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from telegrad import rpc
-from telegrad.durable import disk
 from telegrad.durable.core import DISK
-from telegrad.durable.generators import seed_generators
 from telegrad.durable.part import Part, Recipe, State, part_of, parts_of
-from telegrad.durable.snapshots import Report, Snapshot
+from telegrad.durable.snapshot import disk
+from telegrad.durable.snapshot.generators import seed_generators
+from telegrad.durable.snapshot.names import Report, Snapshot
 from telegrad.errors import DurableError, RunSuperseded, WorkerDied
 from telegrad.optim.owner import LocalOptimizer
 from telegrad.rpc.agent import Agent

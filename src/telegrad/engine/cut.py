@@ -39,8 +39,9 @@ def cut_before(outside: Collection[Any], inside: Collection[Any]) -> Iterator[Gr
         _set_number(stop, _STOP)
         with torch.autograd.set_multithreading_enabled(False):
             yield get_gradient_edge(stop)
-    except _Stopped:
-        pass
+    except _Stopped as stopped:
+        # Its frames hold the graph, and Python 3.12 keeps it until the garbage collector comes by.
+        stopped.__traceback__ = None
     finally:
         empty_queue()  # before the numbers change back: the queue is a heap, ordered by them
         for node, number in kept + early:

@@ -151,7 +151,8 @@ class Graph:
                 self._hand_over_large(roots)
                 break
         if self._sums:
-            roots = [*roots, (get_gradient_edge(self._sums.root()), torch.empty(0))]
+            sums = self._sums.root()  # kept until the call returns: in inference mode an edge does not keep its node
+            roots = [*roots, (get_gradient_edge(sums), torch.empty(0))]
         if roots:
             shared = len(self.leaves) > 1 and may_share(self.edges, self.leaves)
             if shared:

@@ -16,7 +16,7 @@ from telegrad.rpc.calls import rpc_sync
 from telegrad.rpc.options import DEFAULT_RPC_TIMEOUT_SEC
 from telegrad.rpc.request import Request
 from telegrad.rpc.workers import peer_of
-from telegrad.rref import RRef, references_of
+from telegrad.rref import RRef, rrefs_of
 from telegrad.rref.outcome import Outcome
 from telegrad.wire.messages import RRefBackward, RRefBackwardReply
 
@@ -31,7 +31,7 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool, create_g
             rpc_sync(rref.owner(), backward_from, args=[rref, context_id, retain_graph, True], timeout=0)
         return
     handle = rref._handle
-    agent = handle.references.agent
+    agent = handle.rrefs.agent
     handle.check_usable("backward()")
     message = RRefBackward(handle.rref_id, ContextId(context_id), retain_graph)
     # The owner is the root and minds the time of the pass; its error is the reply.
@@ -42,7 +42,7 @@ def serve_backward(agent: Agent, request: Request) -> None:
     """The handler of `RRefBackward`."""
     message = request.message
     assert type(message) is RRefBackward
-    outcome = references_of(agent).value_for(message.rref_id, peer_of(request.caller))
+    outcome = rrefs_of(agent).value_for(message.rref_id, peer_of(request.caller))
     if outcome.done:
         _run(agent, request, message, outcome)
         return

@@ -26,9 +26,9 @@ from telegrad import rpc
 from telegrad.errors import AlreadyInitialized, RendezvousError
 from telegrad.launch.processes import Supervised, describe_status, end, say
 from telegrad.launch.worker import BOOT, READY, Orders, send_orders
-from telegrad.rpc import seeds
 from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.threads.cores import variables_for
+from telegrad.rpc.torch_modes import seeds
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 _MOST_EARLY_ENDS = 3  # starts in a row that end before the worker has joined, after which it is not started again

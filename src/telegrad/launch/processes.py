@@ -1,7 +1,8 @@
 """A process under supervision: its output is shown line by line under its name, and it does not outlive its owner.
 
-Three things see to the latter, each where another cannot: `end` at the end of a block, a leash held by the kernel for
-an owner that is killed (see `leash.py`), and a socket that reads as closed when the owner is gone (see `worker.py`).
+Three things see to the latter, each where another cannot: `end` at the end of a block, the kernel's parent-death
+signal for an owner that is killed (`parent_death.py`), and a socket that reads as closed when the owner is gone
+(`worker.py`).
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-_LEASH = str(Path(__file__).with_name("leash.py"))
+_DIE_WITH_PARENT = str(Path(__file__).with_name("parent_death.py"))
 _LAST_LINES = 20
 _GRACE = 1.0  # seconds between being asked to end and being killed
 _TAIL = 1.0  # seconds to wait for the last output; a process it started may keep the pipe open for longer
@@ -43,11 +44,11 @@ class Supervised:
         self.dismissed = False  # whether its end is expected
         self._show = show
         self._on_end = on_end
-        # The kernel ties a leash to the thread that starts the process; only the main thread is sure to stay.
-        leashed = threading.current_thread() is threading.main_thread()
-        leash = [sys.executable, "-I", "-S", _LEASH, str(os.getpid())] if leashed else []
+        # The kernel sends it when the thread that started the process ends; only the main thread is sure to stay.
+        dies_with_parent = threading.current_thread() is threading.main_thread()
+        prefix = [sys.executable, "-I", "-S", _DIE_WITH_PARENT, str(os.getpid())] if dies_with_parent else []
         self._process = subprocess.Popen(
-            [*leash, *command],
+            [*prefix, *command],
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -57,8 +58,8 @@ class Supervised:
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         self._pumps = [self._pump("stdout", self._process.stdout), self._pump("stderr", self._process.stderr)]
-        self._watcher = threading.Thread(target=self._watch, name=f"watch {name}", daemon=True)
-        self._watcher.start()
+        self._waiter = threading.Thread(target=self._wait_for_exit, name=f"wait for {name}", daemon=True)
+        self._waiter.start()
 
     def __repr__(self) -> str:
         return f"<Supervised {self.name!r}: process {self.pid}, {describe_status(self.status)}>"
@@ -93,7 +94,7 @@ class Supervised:
     def finish_output(self) -> None:
         """Wait until its last output has been shown."""
         deadline = time.monotonic() + _TAIL
-        for thread in (*self._pumps, self._watcher):
+        for thread in (*self._pumps, self._waiter):
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _pump(self, stream: str, pipe: IO[bytes]) -> threading.Thread:
@@ -112,7 +113,7 @@ class Supervised:
                 if self._show:
                     say(self.name, line, stream)
 
-    def _watch(self) -> None:
+    def _wait_for_exit(self) -> None:
         status = self._process.wait()
         if not self.dismissed and status and self._show:
             for pump in self._pumps:  # its own last words first

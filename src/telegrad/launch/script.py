@@ -124,8 +124,8 @@ class _Run:
 
     def _note_end(self, process: Supervised) -> None:
         """Say so if a worker ended well and yet left the others without a word."""
-        from telegrad.rpc.job.member_log import read_records  # noqa: PLC0415 - torch is slow to import
-        from telegrad.rpc.job.store_client import Prefixed  # noqa: PLC0415
+        from telegrad.rpc.job.rendezvous.member_log import read_records  # noqa: PLC0415 - torch is slow to import
+        from telegrad.rpc.job.rendezvous.store_client import Prefixed  # noqa: PLC0415
         from telegrad.rpc.trust.seal import Seal  # noqa: PLC0415
 
         seal, where = Seal(self._shared["TELEGRAD_SECRET"].encode()), f"telegrad/attempt 0 of {len(self.processes)}"

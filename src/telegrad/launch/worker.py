@@ -14,7 +14,7 @@ import threading
 from typing import NamedTuple
 
 from telegrad import rpc
-from telegrad.rpc import seeds
+from telegrad.rpc.torch_modes import seeds
 
 READY = b"!"
 _LENGTH = struct.Struct("<Q")

@@ -286,7 +286,7 @@ def _tell_owners(model: nn.Module, function: Callable[..., None], *args: object)
 
 def _reach_from_models() -> None:
     if nn.Module.requires_grad_ is not _requires_grad_everywhere:
-        nn.Module.requires_grad_ = _requires_grad_everywhere  # type: ignore[assignment,method-assign]
+        nn.Module.requires_grad_ = _requires_grad_everywhere  # type: ignore[assignment,method-assign] # replaced on purpose
         nn.Module.zero_grad = _zero_grad_everywhere  # type: ignore[method-assign] # replaced on purpose
 
 

@@ -77,9 +77,9 @@ class _InPlaceOf(torch.autograd.Function):
 
 def _replica(module: nn.Module, copies: Copies) -> nn.Module:
     """The module with `copies` in place of its parameters. A node for each use: calls share no node but the leaves."""
-    standing: Copies = {param: _InPlaceOf.apply(param, copy) for param, copy in copies.items()}  # type: ignore[no-untyped-call]
+    standing: Copies = {param: _InPlaceOf.apply(param, copy) for param, copy in copies.items()}  # type: ignore[no-untyped-call] # torch's own, without types
     originals = list(module.modules())
-    replicas = {each: each._replicate_for_data_parallel() for each in originals}  # type: ignore[no-untyped-call]
+    replicas = {each: each._replicate_for_data_parallel() for each in originals}  # type: ignore[no-untyped-call] # torch's own, without types
     for original, replica in replicas.items():
         for name, child in original._modules.items():
             replica._modules[name] = None if child is None else replicas[child]

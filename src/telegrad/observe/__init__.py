@@ -10,6 +10,7 @@ Nothing here costs anything until it is used; most of it is loaded only then.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from telegrad.observe.announcement import install as install_announcement
 from telegrad.observe.automatic import install as install_automatic
 from telegrad.observe.profiling.merging import install as install_profiling
 from telegrad.observe.profiling.remote import Profiler
@@ -44,4 +45,5 @@ def install(agent: Agent) -> None:
     agent.install(Profiler(agent))
     agent.layer(Waits).describe = _explain  # what SIGUSR1 prints
     install_profiling()
+    install_announcement(agent)
     install_automatic(agent)

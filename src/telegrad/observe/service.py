@@ -2,18 +2,21 @@
 
     clock      the time here
     record     begin to record events; `stop` ends that
+    kernels    record those of the GPU as well, from when this process uses one
     collect    the events since the last time
     snapshot   counters, links, references, contexts, passes, waits
     threads    what each thread runs and waits for
+    members    who the workers are
 
-Several may watch at once: recording is on while anybody wants it, and events are kept for each of them, up to a limit.
+Several may watch at once: recording is on while anybody wants it and lives, and events are kept for each of them, up to
+a limit.
 """
 
 import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,15 +24,17 @@ import msgspec
 
 from telegrad import trace
 from telegrad.errors import ProtocolError, TelegradError
+from telegrad.ids import generation_of
 from telegrad.observe.metrics import Metrics
 from telegrad.observe.timeline.events import AnyEvent, Batch, Call, encode, readable, thread_names
+from telegrad.observe.timeline.kernels import Kernels, can_record
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.messages import Observe, Observed, RpcWithTrace
 
-LIVE = "live"  # who watches counters only: no events are kept for it
+LIVE = "live"  # what names of those begin with who watch counters only: no events are kept for them
 LOG = "log"  # nor for this one, who writes each call to the log
 calls = logging.getLogger("telegrad.calls")
 _MOST_KEPT = trace.CAPACITY
@@ -47,15 +52,19 @@ class Observation(Layer):
         self._lock = threading.Lock()
         self._watchers: dict[str, list[AnyEvent]] = {}
         self._lost: dict[str, int] = {}
+        self._asked_by: dict[str, int] = {}  # the incarnations of those who watch from elsewhere
         self._threads: dict[int, str] = {}
+        self._kernels: tuple[str, Kernels | None] | None = None  # who wants them, and the session once it has begun
         if calls.isEnabledFor(logging.DEBUG):
             self.watch(LOG)
 
     # --- recording ---
 
-    def watch(self, watcher: str) -> None:
-        """Somebody wants events, or counters, from now on."""
+    def watch(self, watcher: str, incarnation: int | None = None) -> None:
+        """Somebody wants events, or counters, from now on; until that incarnation, where one is given, is gone."""
         with self._lock:
+            if incarnation is not None:
+                self._asked_by[watcher] = incarnation
             begins = not self._watchers
             self._watchers.setdefault(watcher, [])
             if trace.recorder is None:
@@ -65,8 +74,10 @@ class Observation(Layer):
 
     def unwatch(self, watcher: str) -> None:
         """They do no longer."""
+        self.kernels_of(watcher)
         with self._lock:
-            self._watchers.pop(watcher, None)
+            for kept in (self._watchers, self._lost, self._asked_by):
+                kept.pop(watcher, None)
             if not self._watchers:
                 trace.recorder = None
 
@@ -79,7 +90,36 @@ class Observation(Layer):
         if self._watchers and not self.agent.closing:
             self.agent.timer.at(time.monotonic() + _DRAIN_SECONDS, partial(self.agent.io_threads.submit, self._tick))
 
+    def want_kernels(self, watcher: str) -> None:
+        """They want what the GPU does as well; one at a time can have it."""
+        with self._lock:
+            if self._kernels is None:
+                self._kernels = (watcher, None)
+        self._begin_kernels()
+
+    def _begin_kernels(self) -> None:
+        """A process that has not used its GPU yet is looked at again later."""
+        with self._lock:
+            if self._kernels is None or self._kernels[1] is not None or not can_record():
+                return
+            session = Kernels()
+            self._kernels = (self._kernels[0], session)
+        session.start()
+
+    def kernels_of(self, watcher: str) -> None:
+        """End the recording of the GPU for a watcher; what ran there is among its events then."""
+        with self._lock:
+            if self._kernels is None or self._kernels[0] != watcher:
+                return
+            (_, session), self._kernels = self._kernels, None
+        if session is not None:
+            kernels = session.stop()
+            with self._lock:
+                self._watchers.setdefault(watcher, []).extend(kernels)
+                self._lost[watcher] = self._lost.get(watcher, 0) + session.lost
+
     def _tick(self) -> None:
+        self._begin_kernels()
         self.drain()
         self._drain_later()
 
@@ -92,11 +132,12 @@ class Observation(Layer):
             events = readable(recorder.drain())
             self._threads.update(thread_names())
             lost, recorder.lost = recorder.lost, 0
-            self.metrics.count(events, lost)
+            if any(watcher.startswith(LIVE) for watcher in self._watchers):
+                self.metrics.count(events, lost)
             if LOG in self._watchers:
                 self._log(events)
             for watcher, kept in self._watchers.items():
-                if watcher in (LIVE, LOG):
+                if watcher.startswith((LIVE, LOG)):
                     continue
                 room = _MOST_KEPT - len(kept)
                 kept.extend(events[:room])
@@ -127,21 +168,37 @@ class Observation(Layer):
         if trace.recorder is not None:
             trace.recorder.mark(text, kind)
 
+    def on_news(self, members: Sequence[Member]) -> Sequence[Member]:
+        """Records were read: a worker that was known in an earlier incarnation has come back."""
+        for member in members:
+            known = self.agent.directory.by_id(member.worker_id)
+            if known is None or member.leaving or member.incarnation == known.incarnation:
+                continue
+            if generation_of(member.incarnation) > generation_of(known.incarnation):
+                self.note("restart", f"{member.name} was started again")
+        return members
+
     def on_death(self, member: Member) -> None:
-        """Another worker is gone."""
-        self.note("death", f"{member.name} is gone")
+        """Another worker is gone, or one who watched."""
+        for watcher in [name for name, by in list(self._asked_by.items()) if by == member.incarnation]:
+            self.unwatch(watcher)
+        if member.addresses:  # an observer has none
+            self.note("death", f"{member.name} is gone")
 
     # --- answering ---
 
-    def answer(self, what: str, data: bytes) -> bytes:
-        """The answer to a question."""
+    def answer(self, what: str, data: bytes, asked_by: int | None = None) -> bytes:
+        """The answer to a question, of that incarnation."""
         answers: dict[str, Callable[[], Any]] = {
             "clock": time.monotonic,
-            "record": lambda: self.watch(data.decode()),
+            "record": lambda: self.watch(data.decode(), asked_by),
             "stop": lambda: self.unwatch(data.decode()),
+            "kernels": lambda: self.want_kernels(data.decode()),
+            "end kernels": lambda: self.kernels_of(data.decode()),
             "collect": lambda: self.collect(data.decode()),
             "snapshot": lambda: _load("snapshot").snapshot(self),
             "threads": lambda: _load("threads").activities(self.agent),
+            "members": self.agent.directory.members,
             "profile a pass": lambda: _load("profiling.remote").profile_pass(self.agent, data),
             "the profile of a pass": lambda: _load("profiling.remote").profiled_pass(self.agent, data),
         }
@@ -168,7 +225,7 @@ class Observation(Layer):
     def _serve(self, request: Request) -> None:
         message = request.message
         assert type(message) is Observe
-        self.agent.reply(request, Observed(self.answer(message.what, message.data)))
+        self.agent.reply(request, Observed(self.answer(message.what, message.data, request.session.member.incarnation)))
 
     def on_close(self) -> None:
         """The agent ends."""

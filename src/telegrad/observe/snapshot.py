@@ -15,7 +15,7 @@ from telegrad.ids import worker_id_of
 from telegrad.observe.metrics import FunctionCount, LinkCount
 from telegrad.observe.service import Observation
 from telegrad.rpc.agent import Agent
-from telegrad.rref.references import References, references_of
+from telegrad.rref.rref_context import RRefContext, rrefs_of
 
 _MOST_VALUES = 20_000  # owned values that are looked at for their size
 
@@ -72,8 +72,8 @@ def snapshot(observation: Observation) -> Snapshot:
     """The state of this worker."""
     observation.drain()
     agent, metrics = observation.agent, observation.metrics
-    references = references_of(agent)
-    owned_bytes, held_by = _sizes(references)
+    rrefs = rrefs_of(agent)
+    owned_bytes, held_by = _sizes(rrefs)
     service = agent.find_layer(Service)
     passes = [
         PassView(int(p.context.context_id), int(p.root), len(p.context.sends) - len(waits), [int(w) for _, w in waits])
@@ -94,10 +94,10 @@ def snapshot(observation: Observation) -> Snapshot:
         sum(len(session.under_way()) for session in agent.peers.sessions()),
         threading.active_count(),
         _resident(),
-        len(references.owned),
+        len(rrefs.owned),
         owned_bytes,
         held_by,
-        len(references.used),
+        len(rrefs.used),
         [
             ContextState(
                 int(c.context_id),
@@ -126,13 +126,13 @@ def _in_flight(agent: Agent) -> dict[int, int]:
     return found
 
 
-def _sizes(references: References) -> tuple[int, dict[int, int]]:
+def _sizes(rrefs: RRefContext) -> tuple[int, dict[int, int]]:
     """The bytes of tensors in the values that others name: in all, and for each worker that does."""
     total = 0
     held_by: dict[int, int] = {}
-    leaks = references.look(references.owned.leaks)
+    leaks = rrefs.look(rrefs.owned.leaks)
     for leak in leaks[:_MOST_VALUES]:
-        outcome = references.values.get(leak.rref_id)
+        outcome = rrefs.values.get(leak.rref_id)
         if outcome is None or not outcome.done or outcome.failure is not None:
             continue
         size = _bytes_of(outcome.value)

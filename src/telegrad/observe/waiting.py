@@ -65,8 +65,8 @@ def explain_reports(reports: Sequence[Report], silent: Sequence[str] = ()) -> Ex
             edges.append(Edge(report.name, graph.name_of(worker), other, False))
     waiting = {report.name: asked.to for report in reports for asked in report.asked if _at_barrier(asked.what)}
     if waiting:
-        keeper = graph.name_of(next(iter(waiting.values())))
-        paragraphs.append(f"At a barrier, such as that of their shutdown, wait {', '.join(waiting)}; {keeper} counts.")
+        host = graph.name_of(next(iter(waiting.values())))
+        paragraphs.append(f"At a barrier, such as that of their shutdown, wait {', '.join(waiting)}; {host} counts.")
     paragraphs += [f"{name} did not answer: it is stopped, or too busy to say what it does." for name in silent]
     return Explanation(paragraphs, edges, list(deadlocks.values()))
 

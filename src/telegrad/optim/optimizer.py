@@ -203,7 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with suppress(Exception):  # an owner that cannot take it back is gone, or says so at the next step
                 ask_all(
                     "taking a parameter group back",
-                    {owner: (on_owner, local, LocalOptimizer.take_back, number) for owner, local in known.items()},
+                    {owner: (on_owner, local, LocalOptimizer.undo_add, number) for owner, local in known.items()},
                 )
             raise
         for owner, options in made.items():

@@ -53,7 +53,7 @@ class LocalOptimizer:
             self.indices += share.indices
             return self.description()[1]
 
-    def take_back(self, group: int) -> None:
+    def undo_add(self, group: int) -> None:
         """Undo the last `add` if it was of this group."""
         with claimed([self]):
             if self.group_numbers[-1] == group:

@@ -7,8 +7,7 @@ that `rpc.RRef` and `rpc.remote` work as they do in torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from telegrad.rpc import functions, graph_breaks
-from telegrad.rpc.autocast import with_autocast
+from telegrad.rpc import functions
 from telegrad.rpc.calls import rpc_async, rpc_sync
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
@@ -17,15 +16,17 @@ from telegrad.rpc.job.lifecycle import init_rpc, shutdown
 from telegrad.rpc.options import RpcBackendOptions, as_timeout
 from telegrad.rpc.patterns.batch import batch
 from telegrad.rpc.patterns.many import as_completed, gather, get_worker_infos, map
-from telegrad.rpc.seeds import seed_from_environment
 from telegrad.rpc.server.cancellation import cancelled
+from telegrad.rpc.torch_modes import graph_breaks
+from telegrad.rpc.torch_modes.autocast import with_autocast
+from telegrad.rpc.torch_modes.seeds import seed_from_environment
 from telegrad.rpc.trust.exports import Limits, export, withdraw
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.transport.tls import Tls
 from telegrad.wire.plain import register_dataclass
 
 if TYPE_CHECKING:
-    from telegrad.rref.reference import RRef, remote
+    from telegrad.rref.rref import RRef, remote
     from telegrad.rref.stream import stream
 
 __all__ = [

@@ -25,7 +25,7 @@ from telegrad.rpc.peers.idle_memory import IdleMemory
 from telegrad.rpc.peers.peers import MemberRecords, Peers
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
-from telegrad.rpc.server.thread_watch import ThreadWatch
+from telegrad.rpc.server.stuck_threads import StuckThreads
 from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.tls import TlsEnds
@@ -54,7 +54,7 @@ class Agent:
         secret: bytes,
         options: RpcBackendOptions,
         listeners: Listeners,
-        place: MemberRecords | None = None,
+        member_log: MemberRecords | None = None,
         tls: TlsEnds | None = None,
     ) -> None:
         self.member = member
@@ -71,11 +71,11 @@ class Agent:
         self.world_size: int | None = None
         self._lock = threading.Lock()
         self.peers = peers = Peers(runtime, self, member, self.directory)
-        peers.member_log = place
+        peers.member_log = member_log
         self.connector = Connector(runtime, member, self.directory, peers, secret, listeners, tls)
         self.heartbeat = Heartbeat(runtime, member, self.directory, peers)
         self.install(self.heartbeat)
-        self.thread_watch = ThreadWatch(runtime, peers.sessions)
+        self.stuck_threads = StuckThreads(runtime, peers.sessions)
         self.idle_memory = IdleMemory(runtime, peers)
         # Bound, so that no call pays for a step in between.
         self.find, self.link = peers.find, peers.link
@@ -83,7 +83,7 @@ class Agent:
         self.is_dead: Callable[[Member], bool] = peers.is_dead
         self.link_lost, self.session_lost = self.heartbeat.link_lost, self.heartbeat.session_lost
         self.said_goodbye, self.caller_said_goodbye = peers.said_goodbye, peers.caller_said_goodbye
-        self.session_active = self.thread_watch.wake
+        self.session_active = self.stuck_threads.wake
         self.links = peers.by_name
 
     def __repr__(self) -> str:
@@ -95,20 +95,20 @@ class Agent:
         self.runtime.start()
         self.connector.open()
 
-    def watch_peers(self) -> None:
+    def start_heartbeat(self) -> None:
         """All have met: begin to ask silent workers whether they live, and to return idle memory."""
         self.heartbeat.start()
-        self.thread_watch.start()
+        self.stuck_threads.start()
         self.idle_memory.start()
 
     @property
-    def place(self) -> MemberRecords | None:
+    def member_log(self) -> MemberRecords | None:
         """The log of members where this worker met the others; None once it has left."""
         return self.peers.member_log
 
-    @place.setter
-    def place(self, place: MemberRecords | None) -> None:
-        self.peers.member_log = place
+    @member_log.setter
+    def member_log(self, member_log: MemberRecords | None) -> None:
+        self.peers.member_log = member_log
 
     @property
     def closing(self) -> bool:

@@ -20,7 +20,7 @@ from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.trust.exports import exported_name
 from telegrad.rpc.workers import Member, WorkerInfo
 from telegrad.wire.codec import EMPTY_CALL, Packed, is_flat, pack_flat, pack_plain, unpack
-from telegrad.wire.frames import Kind
+from telegrad.wire.frames import FrameKind
 from telegrad.wire.messages import AnyMessage, PythonCall
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def start_call(
     kwargs: Any,
     timeout: float,
     *,
-    make: Callable[[int, bytes, float], AnyMessage] = PythonCall,
+    make: Callable[[int, bytes], AnyMessage] = PythonCall,
     complete: Complete | None = None,
     future: Future[Any] | None = None,
     patience: float | None = None,
@@ -109,7 +109,7 @@ def start_call(
     slot = start_request(
         agent,
         link,
-        make(number, definition, timeout),
+        make(number, definition),
         packed,
         timeout=timeout if patience is None else patience,
         what=future.what if future is not None else lambda: f"{name_of(func)}() on worker {link.member.name!r}",
@@ -175,7 +175,7 @@ def wait_for_value(slot: Slot) -> Any:
 def value_of(slot: Slot) -> Any:
     """The value that came as the reply of a request; raises what came instead."""
     frame = slot.frame
-    if slot.error is not None or frame is None or frame.kind != Kind.REPLY:
+    if slot.error is not None or frame is None or frame.kind != FrameKind.REPLY:
         frame = reply_frame(slot)
     tensors, payload = frame.take_tensors(), frame.payload
     if slot.on_reply is not None:

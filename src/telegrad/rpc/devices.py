@@ -15,10 +15,10 @@ from torch import Tensor
 from telegrad.cuda import order
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Member
-from telegrad.transport.device_blocks import budget
-from telegrad.wire.segments import Segment
-from telegrad.wire.specs import TensorSpec
-from telegrad.wire.tensors import describe
+from telegrad.transport.device.blocks import budget
+from telegrad.wire.tensor.segments import Segment
+from telegrad.wire.tensor.specs import TensorSpec
+from telegrad.wire.tensor.tensors import describe
 
 Memory: TypeAlias = Sequence[Segment] | bytes
 
@@ -46,7 +46,7 @@ class Placement:
             order.activate()
         budget.share = options.cuda_memory_share
 
-    def place(
+    def apply(
         self, peer: Member, tensors: Sequence[Tensor], specs: list[TensorSpec], memory: Memory, reply: bool = False
     ) -> tuple[list[TensorSpec], Memory]:
         """The specs of tensors for `peer`, with the devices they will have there, and their memory.
@@ -61,7 +61,7 @@ class Placement:
         for spec in specs:
             target = table.get(spec.device, spec.device if spec.device in _EVERYWHERE else None)
             if target is None:
-                raise self._unmapped(spec.device, peer)
+                raise self._unmapped(spec.device, peer, reply)
             placed.append(spec if target == spec.device else msgspec.structs.replace(spec, device=target))
         return placed, memory
 
@@ -82,12 +82,14 @@ class Placement:
         self._tables[peer.incarnation, reply] = (peer, table)
         return table
 
-    def _unmapped(self, device: str, peer: Member) -> RuntimeError:
+    def _unmapped(self, device: str, peer: Member, reply: bool) -> RuntimeError:
         hint = "" if not self._same_gpu else " That worker does not see the same GPU, either."
+        what = "Response" if reply else "Request"
         return RuntimeError(
             "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before "
             f"sending them over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly "
-            f"configure device mapping. {device} has no counterpart on worker {peer.name!r}.{hint}"
+            f"configure device mapping. {what} device mapping is not available for destination {peer.name}, but found "
+            f"tensor on device: {device}.{hint}"
         )
 
 

@@ -12,11 +12,11 @@ from telegrad.rpc.devices import Placement
 from telegrad.rpc.remote_errors import describe_exception, describe_in_short
 from telegrad.rpc.workers import Member, WorkerInfo
 from telegrad.wire.codec import Packed
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Frame, FrameKind
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.returning import mark_spare, storages_of
-from telegrad.wire.small import describe_small
-from telegrad.wire.tensors import describe
+from telegrad.wire.tensor.returning import mark_spare, storages_of
+from telegrad.wire.tensor.small import describe_small
+from telegrad.wire.tensor.tensors import describe
 
 log = logging.getLogger("telegrad.rpc")
 # Of functions called from elsewhere; their callers are told anyway.
@@ -48,7 +48,7 @@ class AnswersTo(Protocol):
     def serve(self, request: "Request") -> None:
         """Give a request to the handler of its message."""
 
-    def reply(self, kind: Kind, request_id: int, *content: Any, lazy: bool = False) -> None:
+    def reply(self, kind: FrameKind, request_id: int, *content: Any, lazy: bool = False) -> None:
         """Send the reply of a request."""
 
 
@@ -60,6 +60,7 @@ class Request:
     on_tensors: Any = None
     on_reply: Any = None
     scope: Any = None
+    on_lane = False  # whether it has streams of its own, with CUDA tensors
     _came: frozenset[int] = frozenset()  # the storages of large tensors that came with it
 
     def __init__(self, session: AnswersTo, frame: Frame) -> None:
@@ -87,7 +88,7 @@ class Request:
     def reply(self, message: AnyMessage, packed: Packed = _NOTHING, *, lazy: bool = False) -> None:
         """Answer; lazily if nobody waits for the answer."""
         frame, session = self.frame, self.session
-        if frame.kind == Kind.NOTICE:
+        if frame.kind == FrameKind.NOTICE:
             return
         if order.active:
             order.answering()
@@ -97,7 +98,7 @@ class Request:
             if packed.tensors:
                 specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
                 if order.active or session.member.device_maps:
-                    specs, memory = session.placement.place(session.member, packed.tensors, specs, memory, reply=True)
+                    specs, memory = session.placement.apply(session.member, packed.tensors, specs, memory, reply=True)
             # Once nothing can be refused any more: what a layer notes about a reply must be about one that leaves.
             if self.on_reply is not None:
                 message = self.on_reply(message, packed.tensors)
@@ -109,21 +110,21 @@ class Request:
             return
         if session.audit is not None:
             session.audit.replied(self, message, packed.payload, specs)
-        session.reply(Kind.REPLY, frame.request_id, message, packed.payload, specs, memory, lazy=lazy)
+        session.reply(FrameKind.REPLY, frame.request_id, message, packed.payload, specs, memory, lazy=lazy)
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error."""
         session, info = self.session, self.session.info
         if failures.isEnabledFor(logging.INFO):
             failures.info("On %s, for %s:", info, session.member.info, exc_info=error)
-        if self.frame.kind == Kind.NOTICE:
+        if self.frame.kind == FrameKind.NOTICE:
             log.warning("a %s of %s failed: %s", type(self.message).__name__, session.member.name, error)
             return
         if session.audit is not None:
             session.audit.failed(self, error)
         if order.active:
             order.answering()
-        session.reply(Kind.FAILURE, self.frame.request_id, *self.describe(error))
+        session.reply(FrameKind.FAILURE, self.frame.request_id, *self.describe(error))
 
     def describe(self, error: BaseException) -> tuple[Any, ...]:
         """An error as it travels to the caller: whole, or if that is not trusted as little as it needs."""

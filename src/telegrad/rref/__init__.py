@@ -1,12 +1,10 @@
 """Remote references: values that live on one worker and are named from others.
 
-lifetime       the protocol: how long an owner keeps a value
-owner_ledger   decides for the owner of a value; pure
-user_ledger    decides for the workers that name it; pure
-references     feeds both and performs what they decide, for one agent
+ledger         the protocol (`lifetime`), and what decides by it for the owner of a value and for its users; pure
+rref_context   feeds both ledgers and performs what they decide, for one agent
 handles        the two ends of a reference: beside the value, and elsewhere
 travel         a handle inside a message
-reference      what users see: `RRef` and `remote`
+rref           what users see: `RRef` and `remote`
 """
 
 from collections.abc import Mapping
@@ -18,19 +16,19 @@ from telegrad.ids import WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Served
 from telegrad.rref.closing import before_shutdown, debug_info
-from telegrad.rref.reference import RRef, remote
-from telegrad.rref.references import References, references_of
+from telegrad.rref.rref import RRef, remote
+from telegrad.rref.rref_context import RRefContext, rrefs_of
 from telegrad.rref.serving import messages
 from telegrad.rref.travel import let_go_unread, reduce_reference, settle_late_reply
 from telegrad.wire.frames import Frame
 from telegrad.wire.pickling.pickler import register_reducer
 
-__all__ = ["RRef", "ReferenceLayer", "References", "debug_info", "install", "references_of", "remote"]
+__all__ = ["RRef", "RRefContext", "ReferenceLayer", "debug_info", "install", "remote", "rrefs_of"]
 
 register_reducer(RRef, reduce_reference)
 
 
-class ReferenceLayer(References):
+class ReferenceLayer(RRefContext):
     """The references of an agent, with all that they answer and take part in."""
 
     def messages(self) -> Mapping[type[Any], Served]:

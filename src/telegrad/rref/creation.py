@@ -6,7 +6,7 @@ When the time is up the handle is of no more use here, but the reply still count
 import copy
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from telegrad.errors import RpcTimeout
 from telegrad.rpc.agent import Agent
@@ -15,17 +15,14 @@ from telegrad.rpc.futures import Future
 from telegrad.rpc.workers import Member
 from telegrad.rref.outcome import Outcome
 
-if TYPE_CHECKING:
-    from telegrad.rref.references import References
-
 
 class Creation:
     """What became of one call of `remote`."""
 
-    __slots__ = ("__weakref__", "_func", "_keep", "_references", "_to", "deadline", "outcome", "timeout")
+    __slots__ = ("__weakref__", "_deadlines", "_func", "_keep", "_to", "deadline", "outcome", "timeout")
 
-    def __init__(self, references: "References", to: Member, func: Any, timeout: float, keep: Any) -> None:
-        self._references = references
+    def __init__(self, deadlines: "Deadlines", to: Member, func: Any, timeout: float, keep: Any) -> None:
+        self._deadlines = deadlines
         self._to = to
         self._func = func
         self._keep = keep
@@ -33,10 +30,10 @@ class Creation:
         self.deadline = time.monotonic() + timeout
         self.outcome = Outcome()
 
-    def watch(self) -> None:
-        """Have the deadline minded."""
+    def start_timeout(self) -> None:
+        """From now on the creation fails at its deadline."""
         if self.timeout > 0 and not self.outcome.done:
-            self._references.deadlines.add(self)
+            self._deadlines.add(self)
 
     def done(self) -> None:
         """The owner has run the call."""

@@ -15,17 +15,17 @@ from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.workers import Member, peer_of
 from telegrad.rref.creation import Creation
 from telegrad.rref.outcome import Outcome
-from telegrad.rref.references import References
+from telegrad.rref.rref_context import RRefContext
 from telegrad.wire.messages import PythonRemoteCall, RRefFetch
 
 
 class OwnerHandle:
     """A handle on the worker where the value lives."""
 
-    __slots__ = ("__weakref__", "_counted", "_references", "creation", "rref_id", "value")
+    __slots__ = ("__weakref__", "_counted", "_rrefs", "creation", "rref_id", "value")
 
-    def __init__(self, references: References, rref_id: RRefId, value: Outcome, *, counted: bool = True) -> None:
-        self._references = references
+    def __init__(self, rrefs: RRefContext, rref_id: RRefId, value: Outcome, *, counted: bool = True) -> None:
+        self._rrefs = rrefs
         self.rref_id = rref_id
         self.value = value
         self.creation: Creation | None = None
@@ -36,17 +36,17 @@ class OwnerHandle:
 
     def __del__(self) -> None:
         if self._counted:
-            self._references.handle_gone(self.rref_id, None)
+            self._rrefs.handle_gone(self.rref_id, None)
 
     @property
-    def references(self) -> References:
+    def rrefs(self) -> RRefContext:
         """The references of the agent this handle belongs to."""
-        return self._references
+        return self._rrefs
 
     @property
     def owner(self) -> Member:
         """The worker where the value lives: this one."""
-        return self._references.agent.member
+        return self._rrefs.agent.member
 
     def kind(self) -> str:
         """What the value is, in words."""
@@ -62,7 +62,7 @@ class OwnerHandle:
     def fetch(self, timeout: float) -> Any:
         """The value itself."""
         self.check_usable("to_here()")
-        agent = self._references.agent
+        agent = self._rrefs.agent
         timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
         if not self.value.wait(timeout or None):
             self.check_usable("to_here() on it")
@@ -76,10 +76,10 @@ class OwnerHandle:
 class UserHandle:
     """A handle on any other worker. The owner keeps the value for it while it exists."""
 
-    __slots__ = ("__weakref__", "_references", "creation", "fork_id", "owner", "rref_id", "type")
+    __slots__ = ("__weakref__", "_rrefs", "creation", "fork_id", "owner", "rref_id", "type")
 
-    def __init__(self, references: References, rref_id: RRefId, fork_id: ForkId, owner: Member) -> None:
-        self._references = references
+    def __init__(self, rrefs: RRefContext, rref_id: RRefId, fork_id: ForkId, owner: Member) -> None:
+        self._rrefs = rrefs
         self.rref_id = rref_id
         self.fork_id = fork_id
         self.owner = owner
@@ -90,12 +90,12 @@ class UserHandle:
         return f"UserRRef(RRefId = {show_id(self.rref_id)}, ForkId = {show_id(self.fork_id)})"
 
     def __del__(self) -> None:
-        self._references.handle_gone(self.rref_id, self.fork_id)
+        self._rrefs.handle_gone(self.rref_id, self.fork_id)
 
     @property
-    def references(self) -> References:
+    def rrefs(self) -> RRefContext:
         """The references of the agent this handle belongs to."""
-        return self._references
+        return self._rrefs
 
     def kind(self) -> str:
         """What the value is, in words, as far as that is known here: nobody is asked."""
@@ -104,29 +104,29 @@ class UserHandle:
 
     def check_usable(self, use: str) -> None:
         """Raise if the value cannot be reached any more: `use` is what was tried."""
-        references = self._references
-        if references.closed:
+        rrefs = self._rrefs
+        if rrefs.closed:
             raise RRefError(
-                f"{self} has been deleted by the shutdown of worker {references.agent.info.name!r}. "
+                f"{self} has been deleted by the shutdown of worker {rrefs.agent.info.name!r}. "
                 f"Cannot call {use} after deletion."
             )
         if self.creation is not None:
             self.creation.check()
         owner = peer_of(self.owner)
-        died = references.lost.get(self.fork_id, owner if references.agent.is_dead(self.owner) else None)
+        died = rrefs.lost.get(self.fork_id, owner if rrefs.agent.is_dead(self.owner) else None)
         if died is not None:
             what = f"the value of {self} with it" if died == owner else f"{self} came from it too late"
-            raise references.death_of(died, what)
+            raise rrefs.death_of(died, what)
 
     def fetch(self, timeout: float) -> Any:
         """A copy of the value, asked of its owner."""
         self.check_usable("to_here() on it")
-        agent = self._references.agent
+        agent = self._rrefs.agent
         timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
         slot = start_request(
             agent,
             agent.link(self.owner),
-            RRefFetch(self.rref_id, timeout),
+            RRefFetch(self.rref_id),
             timeout=timeout,
             what=lambda: f"to_here() of {self} on worker {self.owner.name!r}",
         )
@@ -134,74 +134,74 @@ class UserHandle:
 
     def confirmed(self) -> bool:
         """Whether the owner knows this handle. One that came in a call is waited for: its owner has been asked."""
-        references = self._references
-        known = partial(references.used.confirmed, self.fork_id)
+        rrefs = self._rrefs
+        known = partial(rrefs.used.confirmed, self.fork_id)
         if self.creation is not None or known():
             return known()
-        seconds = references.agent.rpc_timeout or None
-        references.watch(lambda: known() or self.fork_id in references.lost or references.closed, seconds)
+        seconds = rrefs.agent.rpc_timeout or None
+        rrefs.wait_until(lambda: known() or self.fork_id in rrefs.lost or rrefs.closed, seconds)
         return known()
 
 
 Handle = OwnerHandle | UserHandle
 
 
-def hold(references: References, value: Any) -> OwnerHandle:
+def hold(rrefs: RRefContext, value: Any) -> OwnerHandle:
     """A handle of a value that is here."""
-    rref_id = RRefId(references.new_id())
+    rref_id = RRefId(rrefs.new_id())
     outcome = Outcome()
     outcome.set(value)
-    return _hold(references, rref_id, outcome)
+    return _hold(rrefs, rref_id, outcome)
 
 
-def _hold(references: References, rref_id: RRefId, outcome: Outcome) -> OwnerHandle:
-    references.values[rref_id] = outcome
-    references.feed(references.owned.hold, rref_id)
-    return OwnerHandle(references, rref_id, outcome)
+def _hold(rrefs: RRefContext, rref_id: RRefId, outcome: Outcome) -> OwnerHandle:
+    rrefs.values[rref_id] = outcome
+    rrefs.feed(rrefs.owned.hold, rref_id)
+    return OwnerHandle(rrefs, rref_id, outcome)
 
 
 def create(
-    references: References, to: Member, func: Any, args: Any, kwargs: Any, timeout: float, keep: Any = None
+    rrefs: RRefContext, to: Member, func: Any, args: Any, kwargs: Any, timeout: float, keep: Any = None
 ) -> Handle:
     """Have a worker make a value. `keep` is kept until the owner has run the call."""
-    agent = references.agent
+    agent = rrefs.agent
     timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
-    rref_id = RRefId(references.new_id())
+    rref_id = RRefId(rrefs.new_id())
     handle: Handle
     if to.incarnation == agent.member.incarnation:
         fork_id = ForkId(rref_id)
-        handle = _hold(references, rref_id, Outcome())
+        handle = _hold(rrefs, rref_id, Outcome())
     else:
-        fork_id = ForkId(references.new_id())
-        references.feed(references.used.create, rref_id, fork_id, peer_of(to))
-        handle = UserHandle(references, rref_id, fork_id, to)
-    creation = handle.creation = Creation(references, to, func, timeout, keep)
-    complete = partial(_created, references, to, rref_id, fork_id, creation)
+        fork_id = ForkId(rrefs.new_id())
+        rrefs.feed(rrefs.used.create, rref_id, fork_id, peer_of(to))
+        handle = UserHandle(rrefs, rref_id, fork_id, to)
+    creation = handle.creation = Creation(rrefs.deadlines, to, func, timeout, keep)
+    complete = partial(_created, rrefs, to, rref_id, fork_id, creation)
     make = partial(PythonRemoteCall, rref_id, fork_id)
     try:
         # The reply confirms the fork, however late it comes, so it is waited for beyond the timeout of the creation.
         start_call(agent, agent.link(to), func, args, kwargs, timeout, make=make, complete=complete, patience=0.0)
     except RpcTimeout as error:  # it never left, as a reply may never come: whoever uses the reference is told
         text = f"RRef creation via rpc.remote({name_of(func)}) to worker {to.name!r} failed: {error}"
-        _not_created(references, to, rref_id, fork_id, creation, RpcTimeout(text))
+        _not_created(rrefs, to, rref_id, fork_id, creation, RpcTimeout(text))
     except BaseException:
-        references.feed(references.used.creation_failed, fork_id)
+        rrefs.feed(rrefs.used.creation_failed, fork_id)
         raise
-    creation.watch()
+    creation.start_timeout()
     return handle
 
 
 def _not_created(
-    references: References, owner: Member, rref_id: RRefId, fork_id: ForkId, creation: Creation, error: Exception
+    rrefs: RRefContext, owner: Member, rref_id: RRefId, fork_id: ForkId, creation: Creation, error: Exception
 ) -> None:
     creation.failed(error)
-    references.feed(references.used.creation_failed, fork_id)
-    if peer_of(owner) == references.me and rref_id in references.values:
-        references.values[rref_id].fail(creation.error)
+    rrefs.feed(rrefs.used.creation_failed, fork_id)
+    if peer_of(owner) == rrefs.me and rref_id in rrefs.values:
+        rrefs.values[rref_id].fail(creation.error)
 
 
 def _created(
-    references: References,
+    rrefs: RRefContext,
     owner: Member,
     rref_id: RRefId,
     fork_id: ForkId,
@@ -212,8 +212,8 @@ def _created(
     try:
         value_of(slot)
     except Exception as error:  # it did not run: the owner died, or could not take it
-        _not_created(references, owner, rref_id, fork_id, creation, error)
+        _not_created(rrefs, owner, rref_id, fork_id, creation, error)
         return
     creation.done()
-    if peer_of(owner) != references.me:
-        references.feed(references.used.on_ack, peer_of(owner), rref_id, fork_id)
+    if peer_of(owner) != rrefs.me:
+        rrefs.feed(rrefs.used.on_ack, peer_of(owner), rref_id, fork_id)

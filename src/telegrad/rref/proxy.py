@@ -1,7 +1,7 @@
 """Methods of a value that lives elsewhere: `rref.rpc_sync().method(x)`.
 
 The owner is asked once for the type of the value, which tells whether the method exists and if it returns a future.
-The calls carry the value as a loan: the handle stays here until they are done, so the owner need not count another.
+The calls name the value by its id: the handle stays here until they are done, so the owner need not count another.
 """
 
 from abc import ABC, abstractmethod
@@ -18,11 +18,11 @@ from telegrad.rpc.functions import async_execution
 from telegrad.rpc.futures import Future
 from telegrad.rpc.server.run_call import ASYNC_MARK
 from telegrad.rref.handles import OwnerHandle, create
-from telegrad.rref.loan import Loan
 from telegrad.rref.outcome import Outcome
+from telegrad.rref.value_on_owner import ValueOnOwner
 
 if TYPE_CHECKING:
-    from telegrad.rref.reference import RRef
+    from telegrad.rref.rref import RRef
 
 Method = Callable[..., Any]
 
@@ -80,8 +80,8 @@ def _start(
     handle.check_usable("a method on it")
     # The handle is kept until the call is done: the owner counts on it.
     complete = None if future is None else partial(_complete, rref)
-    arguments = (Loan(handle.rref_id), *args)
-    agent = handle.references.agent
+    arguments = (ValueOnOwner(handle.rref_id), *args)
+    agent = handle.rrefs.agent
     link = agent.link(handle.owner)
     return start_call(agent, link, invoke, arguments, None, timeout, complete=complete, future=future)
 
@@ -172,6 +172,6 @@ class RemoteProxy(_Proxy):
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         rref, handle = self._rref, self._rref._handle
         invoke = _how_to_invoke(type_of(rref, self._timeout).wait(), method)
-        arguments = (Loan(rref._handle.rref_id), method, args, kwargs)
-        made = create(handle.references, handle.owner, invoke, arguments, None, self._timeout, keep=rref)
+        arguments = (ValueOnOwner(rref._handle.rref_id), method, args, kwargs)
+        made = create(handle.rrefs, handle.owner, invoke, arguments, None, self._timeout, keep=rref)
         return type(rref)._of(made)

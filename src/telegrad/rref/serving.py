@@ -9,10 +9,10 @@ from telegrad.rpc.packing import pack_for
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.run_call import CallService, Later
 from telegrad.rpc.workers import peer_of
-from telegrad.rref.actions import Refuse, SendAck
+from telegrad.rref.ledger.actions import Refuse, SendAck
 from telegrad.rref.outcome import Outcome, RemoteFailure
-from telegrad.rref.references import References
-from telegrad.wire.frames import Kind
+from telegrad.rref.rref_context import RRefContext
+from telegrad.wire.frames import FrameKind
 from telegrad.wire.messages import (
     Ack,
     PythonRemoteCall,
@@ -28,7 +28,7 @@ from telegrad.wire.messages import (
 )
 
 
-def messages(references: References) -> dict[type[Any], Served]:
+def messages(rrefs: RRefContext) -> dict[type[Any], Served]:
     """All messages about references."""
     handlers: tuple[tuple[type[Any], Any], ...] = (
         (PythonRemoteCall, serve_creation),
@@ -41,20 +41,20 @@ def messages(references: References) -> dict[type[Any], Served]:
         (RRefFlush, serve_flush),
         (RRefFlushed, serve_flushed),
     )
-    return {message: Served(partial(handler, references)) for message, handler in handlers}
+    return {message: Served(partial(handler, rrefs)) for message, handler in handlers}
 
 
-def serve_creation(references: References, request: Request) -> None:
+def serve_creation(rrefs: RRefContext, request: Request) -> None:
     """Run a function and keep what it returns. The reply says that it has run, whether or not it raised."""
-    agent, call, creator = references.agent, request.message, peer_of(request.caller)
+    agent, call, creator = rrefs.agent, request.message, peer_of(request.caller)
     assert type(call) is PythonRemoteCall
-    if creator == references.me:  # the owner holds its handle already; if it is gone, nobody will see the value
-        value = references.values.get(call.rref_id, Outcome())
+    if creator == rrefs.me:  # the owner holds its handle already; if it is gone, nobody will see the value
+        value = rrefs.values.get(call.rref_id, Outcome())
     else:
-        actions = references.decide(references.owned.on_create, creator, call.rref_id, call.fork_id)
+        actions = rrefs.decide(rrefs.owned.on_create, creator, call.rref_id, call.fork_id)
         if any(type(action) is Refuse for action in actions):
             raise RRefError(f"worker {request.caller.name!r} is known to be dead here; its calls are not run")
-        value = references.value_of(call.rref_id)
+        value = rrefs.value_of(call.rref_id)
 
     # The reply leaves first: whoever gets the value from here knows that its fork is confirmed.
 
@@ -76,22 +76,22 @@ def serve_creation(references: References, request: Request) -> None:
         failed(error)
 
 
-def serve_fetch(references: References, request: Request) -> None:
+def serve_fetch(rrefs: RRefContext, request: Request) -> None:
     """Send a value as soon as it exists. No thread waits for it."""
     message = request.message
     assert type(message) is RRefFetch
-    value = references.value_for(message.rref_id, peer_of(request.caller))
+    value = rrefs.value_for(message.rref_id, peer_of(request.caller))
     if value.done:
-        _send_value(references, request, value)
+        _send_value(rrefs, request, value)
     else:
-        value.when_done(lambda: _send_value(references, request, value))
+        value.when_done(lambda: _send_value(rrefs, request, value))
 
 
-def _send_value(references: References, request: Request, value: Outcome) -> None:
-    agent = references.agent
+def _send_value(rrefs: RRefContext, request: Request, value: Outcome) -> None:
+    agent = rrefs.agent
     try:
         if isinstance(value.failure, RemoteFailure):
-            request.session.reply(Kind.FAILURE, request.frame.request_id, *value.failure.described)
+            request.session.reply(FrameKind.FAILURE, request.frame.request_id, *value.failure.described)
             return
         packed = pack_for(agent.layers, request.caller, value.get(), request.session.main_by_value)
     except Exception as error:
@@ -103,72 +103,72 @@ def _send_value(references: References, request: Request, value: Outcome) -> Non
 # --- the protocol: each message is an event for a ledger ---
 
 
-def serve_delete(references: References, request: Request) -> None:
+def serve_delete(rrefs: RRefContext, request: Request) -> None:
     """Handles of a user are gone."""
     message, sender = request.message, peer_of(request.caller)
     assert type(message) is RRefUserDelete
     for rref_id, fork_id in message.forks:
-        references.feed(references.owned.on_delete, sender, rref_id, fork_id)
-    references.agent.reply(request, Ack())
+        rrefs.feed(rrefs.owned.on_delete, sender, rref_id, fork_id)
+    rrefs.agent.reply(request, Ack())
 
 
-def serve_fork_request(references: References, request: Request) -> None:
+def serve_fork_request(rrefs: RRefContext, request: Request) -> None:
     """A user has a handle that this owner does not know yet."""
     message, sender = request.message, peer_of(request.caller)
     assert type(message) is RRefForkRequest
-    event = references.owned.on_fork_request
-    _acknowledge(references, request, event, sender, message.rref_id, message.fork_id, message.holder)
+    event = rrefs.owned.on_fork_request
+    _acknowledge(rrefs, request, event, sender, message.rref_id, message.fork_id, message.holder)
 
 
-def serve_creation_failed(references: References, request: Request) -> None:
+def serve_creation_failed(rrefs: RRefContext, request: Request) -> None:
     """A value will never be made."""
     message, sender = request.message, peer_of(request.caller)
     assert type(message) is RRefCreationFailed
-    _acknowledge(references, request, references.owned.on_creation_failed, sender, message.rref_id, message.fork_id)
+    _acknowledge(rrefs, request, rrefs.owned.on_creation_failed, sender, message.rref_id, message.fork_id)
 
 
-def _acknowledge(references: References, request: Request, event: Any, *args: Any) -> None:
+def _acknowledge(rrefs: RRefContext, request: Request, event: Any, *args: Any) -> None:
     """Where the ledger decides to acknowledge to who asked, the reply is that acknowledgement."""
     reply: Ack | RRefAck = Ack()
     others = []
-    for action in references.decide(event, *args):
+    for action in rrefs.decide(event, *args):
         if type(action) is SendAck and type(reply) is Ack:
             reply = RRefAck(action.rref_id, action.fork_id)
         else:
             others.append(action)
-    references.perform(others)
-    references.agent.reply(request, reply)
+    rrefs.perform(others)
+    rrefs.agent.reply(request, reply)
 
 
-def serve_child_accept(references: References, request: Request) -> None:
+def serve_child_accept(rrefs: RRefContext, request: Request) -> None:
     """The owner knows a handle that was sent from here."""
     message = request.message
     assert type(message) is RRefChildAccept
-    references.feed(references.used.on_child_accept, message.fork_id)
-    references.agent.reply(request, Ack())
+    rrefs.feed(rrefs.used.on_child_accept, message.fork_id)
+    rrefs.agent.reply(request, Ack())
 
 
-def serve_ack(references: References, request: Request) -> None:
+def serve_ack(rrefs: RRefContext, request: Request) -> None:
     """An owner knows a handle that is here."""
     message = request.message
     assert type(message) is RRefAck
-    references.feed(references.used.on_ack, peer_of(request.caller), message.rref_id, message.fork_id)
-    references.agent.reply(request, Ack())
+    rrefs.feed(rrefs.used.on_ack, peer_of(request.caller), message.rref_id, message.fork_id)
+    rrefs.agent.reply(request, Ack())
 
 
-def serve_flush(references: References, request: Request) -> None:
+def serve_flush(rrefs: RRefContext, request: Request) -> None:
     """An owner wants to hear when a death is known here, and what is then left of the dead one's handles."""
     message = request.message
     assert type(message) is RRefFlush
     dead = message.dead
-    references.feed(references.used.on_flush, peer_of(request.caller), dead)
-    references.agent.reply(request, Ack())
-    references.probe(dead)
+    rrefs.feed(rrefs.used.on_flush, peer_of(request.caller), dead)
+    rrefs.agent.reply(request, Ack())
+    rrefs.probe(dead)
 
 
-def serve_flushed(references: References, request: Request) -> None:
+def serve_flushed(rrefs: RRefContext, request: Request) -> None:
     """The answer to a flush."""
     message = request.message
     assert type(message) is RRefFlushed
-    references.feed(references.owned.on_flushed, peer_of(request.caller), message.dead, message.forks)
-    references.agent.reply(request, Ack())
+    rrefs.feed(rrefs.owned.on_flushed, peer_of(request.caller), message.dead, message.forks)
+    rrefs.agent.reply(request, Ack())

@@ -6,7 +6,9 @@ error or `close`, the generator is closed, as a local one would be.
 """
 
 import asyncio
+import contextlib
 import inspect
+import itertools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 from telegrad.rpc.calls import Worker, check_call, name_of
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT
-from telegrad.rref.reference import RRef, remote
+from telegrad.rref.rref import RRef, remote
 
 T = TypeVar("T")
 
@@ -27,18 +29,21 @@ class _Source:
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._values = func(*args, **kwargs)
-        if not hasattr(self._values, "__anext__"):
+        self._in_threads = not hasattr(self._values, "__anext__")
+        if self._in_threads:
             self._values = _in_threads(iter(self._values))
-        self._turn: asyncio.Lock | None = None
+        self._turn: asyncio.Condition | None = None  # made by the first call: it belongs to the loop they all run in
+        self._yielded = 0
+        self._step: asyncio.Task[Any] | None = None  # the call that the generator works for
         self._ended = False
 
-    async def next(self) -> tuple[str, Any]:
-        """The next value; the calls are answered in the order they came."""
-        if self._turn is None:
-            self._turn = asyncio.Lock()  # made here: it belongs to the loop that all these calls run in
-        async with self._turn:
+    async def next(self, number: int) -> tuple[str, Any]:
+        """The value of that number. Calls that were made in turn may begin in any order, and wait for theirs."""
+        async with self._turns() as turn:
+            await turn.wait_for(lambda: self._ended or self._yielded == number)
             if self._ended:
                 return _END, None
+            self._step = asyncio.current_task()
             try:
                 return "", await self._values.__anext__()
             except StopAsyncIteration:
@@ -47,12 +52,28 @@ class _Source:
             except BaseException:
                 self._ended = True
                 raise
+            finally:
+                self._step = None
+                self._yielded += 1
+                turn.notify_all()
 
     async def close(self) -> None:
-        """The reader has stopped."""
+        """The reader has stopped. A generator that awaits something is cancelled there; a thread cannot be, and the
+        generator is closed when it has yielded."""
         self._ended = True
-        if hasattr(self._values, "aclose"):
-            await self._values.aclose()
+        if self._step is not None and not self._in_threads:
+            self._step.cancel()
+        async with self._turns() as turn:
+            turn.notify_all()
+            if hasattr(self._values, "aclose"):
+                await self._values.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _turns(self) -> AsyncIterator[asyncio.Condition]:
+        if self._turn is None:
+            self._turn = asyncio.Condition()
+        async with self._turn:
+            yield self._turn
 
 
 async def _in_threads(values: Iterator[T]) -> AsyncIterator[T]:
@@ -75,6 +96,7 @@ class Stream(Generic[T]):
         self._timeout = timeout
         self._what = what
         self._asked: deque[Future[tuple[str, Any]]] = deque()
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -84,7 +106,7 @@ class Stream(Generic[T]):
     def _ask(self) -> Future[tuple[str, Any]]:
         with self._lock:
             while len(self._asked) < self._ahead:
-                self._asked.append(self._source.rpc_async(self._timeout).next())
+                self._asked.append(self._source.rpc_async(self._timeout).next(next(self._numbers)))
             return self._asked.popleft()
 
     def __iter__(self) -> Self:

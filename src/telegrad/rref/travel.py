@@ -16,12 +16,12 @@ from telegrad.ids import ForkId, PeerId, RRefId, show_id
 from telegrad.rpc.packing import Crossing, discard, local
 from telegrad.rpc.workers import peer_of
 from telegrad.rref.handles import Handle, OwnerHandle, UserHandle
-from telegrad.rref.loan import receiver
 from telegrad.rref.outcome import Outcome
-from telegrad.rref.reference import RRef
-from telegrad.rref.references import References
+from telegrad.rref.rref import RRef
+from telegrad.rref.rref_context import RRefContext
+from telegrad.rref.value_on_owner import receiver
 from telegrad.wire.codec import unpack
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Frame, FrameKind
 
 
 class UnsendableReference(RRefError, SerializationError):
@@ -48,45 +48,45 @@ def _check_sendable(handle: Handle) -> None:
 
 
 def _fork(handle: Handle, crossing: Crossing) -> ForkId:
-    references = handle.references
-    if references.agent.layers is not crossing.layers:
-        raise UnsendableReference(f"{handle} belongs to another agent of this process, {references.agent.info.name!r}")
+    rrefs = handle.rrefs
+    if rrefs.agent.layers is not crossing.layers:
+        raise UnsendableReference(f"{handle} belongs to another agent of this process, {rrefs.agent.info.name!r}")
     _check_sendable(handle)
-    child, to = ForkId(references.new_id()), peer_of(crossing.peer)
+    child, to = ForkId(rrefs.new_id()), peer_of(crossing.peer)
     if isinstance(handle, OwnerHandle):
-        references.feed(references.owned.share, handle.rref_id, child, to)
-        crossing.undo.append(partial(references.feed, references.owned.share_unsent, handle.rref_id, child, to))
+        rrefs.feed(rrefs.owned.share, handle.rref_id, child, to)
+        crossing.undo.append(partial(rrefs.feed, rrefs.owned.share_unsent, handle.rref_id, child, to))
     else:
-        references.feed(references.used.share, handle.fork_id, child, to)
-        crossing.undo.append(partial(references.feed, references.used.share_unsent, child))
+        rrefs.feed(rrefs.used.share, handle.fork_id, child, to)
+        crossing.undo.append(partial(rrefs.feed, rrefs.used.share_unsent, child))
     return child
 
 
 def arrive(rref_id: RRefId, fork_id: ForkId, owner: PeerId) -> RRef[Any]:
     """What a reference is rebuilt by while a message is unpacked."""
-    references = receiver()
+    rrefs = receiver()
     if local.crossing is not None:
         local.crossing.notes[fork_id] = "arrived"
-    if owner == references.me:
-        actions = references.decide(references.owned.receive, rref_id, fork_id)
-        counted = fork_id not in references.lost
-        value = references.value_of(rref_id) if counted else _lost(references, rref_id, fork_id)
-        handle: Handle = OwnerHandle(references, rref_id, value, counted=counted)
+    if owner == rrefs.me:
+        actions = rrefs.decide(rrefs.owned.receive, rref_id, fork_id)
+        counted = fork_id not in rrefs.lost
+        value = rrefs.value_of(rref_id) if counted else _lost(rrefs, rref_id, fork_id)
+        handle: Handle = OwnerHandle(rrefs, rref_id, value, counted=counted)
     else:
-        member = references.member(owner)
+        member = rrefs.member(owner)
         if member is None:
-            raise references.death_of(owner, f"reference {show_id(rref_id)} to its value came too late")
-        actions = references.decide(references.used.receive, rref_id, fork_id, owner)
-        handle = UserHandle(references, rref_id, fork_id, member)
-    references.perform(actions)
+            raise rrefs.death_of(owner, f"reference {show_id(rref_id)} to its value came too late")
+        actions = rrefs.decide(rrefs.used.receive, rref_id, fork_id, owner)
+        handle = UserHandle(rrefs, rref_id, fork_id, member)
+    rrefs.perform(actions)
     return RRef._of(handle)
 
 
-def _lost(references: References, rref_id: RRefId, fork_id: ForkId) -> Outcome:
+def _lost(rrefs: RRefContext, rref_id: RRefId, fork_id: ForkId) -> Outcome:
     """The place of a value whose handle came home after its sender's death: it may be forgotten already."""
-    died = references.lost.pop(fork_id)
+    died = rrefs.lost.pop(fork_id)
     outcome = Outcome()
-    outcome.fail(partial(references.death_of, died, f"reference {show_id(rref_id)} came from it too late"))
+    outcome.fail(partial(rrefs.death_of, died, f"reference {show_id(rref_id)} came from it too late"))
     return outcome
 
 
@@ -122,9 +122,9 @@ def _only_references(module: str, name: str) -> Any:
     return _arrive_and_go if (module, name) == (__name__, arrive.__name__) else _Anything
 
 
-def settle_late_reply(references: References, frame: Frame, sender: int) -> None:
+def settle_late_reply(rrefs: RRefContext, frame: Frame, sender: int) -> None:
     """A reply came that nobody waits for. References in it were counted for this worker: receive them and let go."""
-    agent, member = references.agent, references.agent.directory.by_id(sender)
-    if frame.kind == Kind.REPLY and member is not None and len(frame.payload):
+    agent, member = rrefs.agent, rrefs.agent.directory.by_id(sender)
+    if frame.kind == FrameKind.REPLY and member is not None and len(frame.payload):
         tensors = frame.take_tensors()
         agent.io_threads.submit(partial(discard, agent.layers, member, frame.payload, tensors))

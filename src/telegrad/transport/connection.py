@@ -14,18 +14,18 @@ from typing import Any
 from telegrad.cuda import host, order
 from telegrad.errors import SerializationError
 from telegrad.transport.blocks.heap import Heap
-from telegrad.transport.device_channel import DeviceChannel
+from telegrad.transport.device.channel import DeviceChannel
 from telegrad.transport.stream import Stream
 from telegrad.transport.tensor_memory import TensorMemory
-from telegrad.wire.frames import Frame, FrameReader, Kind, encode_prefix, encode_small
+from telegrad.wire.frames import Frame, FrameKind, FrameReader, encode_prefix, encode_small
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.segments import Segment
-from telegrad.wire.specs import TensorSpec
+from telegrad.wire.tensor.segments import Segment
+from telegrad.wire.tensor.specs import TensorSpec
 
 log = logging.getLogger("telegrad.transport")
 
 _JOIN_UP_TO = 64 * 1024
-_NOTICE = int(Kind.NOTICE)
+_NOTICE = int(FrameKind.NOTICE)
 _HOLD_UP_TO = 64  # small frames that may wait for one write
 
 heap = Heap()
@@ -63,7 +63,7 @@ class Connection:
 
     def send(
         self,
-        kind: Kind,
+        kind: FrameKind,
         request_id: int,
         ack: int,
         message: AnyMessage,
@@ -142,7 +142,7 @@ class Connection:
         held: list[bytes] = []
         try:
             if self._outbox or self.memory.has_notices:
-                notices = [encode_prefix(Kind.NOTICE, 0, 0, notice) for notice in self.memory.notices()]
+                notices = [encode_prefix(FrameKind.NOTICE, 0, 0, notice) for notice in self.memory.notices()]
                 # After what was held back: that may name a block which is free since it was encoded.
                 held = [*self._drain_outbox(), *notices]
                 small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
@@ -187,7 +187,7 @@ class Connection:
 
     def _tell(self, message: AnyMessage) -> None:
         """Have a notice written before anything that is sent from now on."""
-        self._outbox.append(encode_prefix(Kind.NOTICE, 0, 0, message))
+        self._outbox.append(encode_prefix(FrameKind.NOTICE, 0, 0, message))
 
     # --- receiving ---
 
@@ -210,7 +210,7 @@ class Connection:
         for frame in frames:
             if frame.segments:
                 self.memory.find(frame)
-            elif frame.kind == Kind.NOTICE and self.memory.heard(frame.message):
+            elif frame.kind == FrameKind.NOTICE and self.memory.heard(frame.message):
                 continue
             kept.append(frame)
         if order.active:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import Kind
+from telegrad.wire.frames import FrameKind
 from telegrad.wire.messages import AnyMessage
 
 log = logging.getLogger("telegrad.transport")
@@ -31,7 +31,7 @@ class Fault(Enum):
     DELAY = "delay"  # it is sent some time later
 
 
-class Plan(msgspec.Struct, frozen=True):
+class FaultPlan(msgspec.Struct, frozen=True):
     """A fault for one type of message: how often it happens (-1: always), and how long a delay takes."""
 
     fault: Fault
@@ -42,12 +42,12 @@ class Plan(msgspec.Struct, frozen=True):
 class Faults:
     """Plans by the name of the message's type. Counts are kept over all connections it is used for."""
 
-    def __init__(self, plans: Mapping[str, Plan]) -> None:
+    def __init__(self, plans: Mapping[str, FaultPlan]) -> None:
         self._plans = dict(plans)
         self._happened: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def next_for(self, message: AnyMessage) -> Plan | None:
+    def next_for(self, message: AnyMessage) -> FaultPlan | None:
         """What shall happen to this message; None if nothing shall. The plan counts as carried out."""
         name = type(message).__name__
         plan = self._plans.get(name)
@@ -90,7 +90,7 @@ class FaultyConnection:
             setattr(self._connection, name, value)
 
     def send(
-        self, kind: Kind, request_id: int, ack: int, message: AnyMessage, *args: Any, **kwargs: Any
+        self, kind: FrameKind, request_id: int, ack: int, message: AnyMessage, *args: Any, **kwargs: Any
     ) -> bytes | None:
         """As on a connection, unless a fault is due."""
         plan = self._faults.next_for(message)

@@ -2,7 +2,7 @@
 
 Small tensors travel in the frame. Large ones go through a shared block where the stream has a lane for descriptors:
 one copy by the sender, none by the receiver. CUDA tensors stay on the GPU where both sides can reach it
-(`device_channel.py`). The notices that keep the blocks in order are answered here; nobody above the connection sees
+(`device/channel.py`). The notices that keep the blocks in order are answered here; nobody above the connection sees
 them.
 """
 
@@ -18,14 +18,14 @@ from telegrad.cuda import host, order
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.copying import Copier
 from telegrad.transport.blocks.lending import Borrower, Lender
-from telegrad.transport.device_channel import DEVICE_NOTICES, DeviceChannel, is_of_device
-from telegrad.transport.device_flags import Page
+from telegrad.transport.device.channel import DEVICE_NOTICES, DeviceChannel, is_of_device
+from telegrad.transport.device.flags import Page
 from telegrad.transport.stream import Stream, is_running
 from telegrad.wire.block_notices import ReleaseBlocks, RetireBlocks
 from telegrad.wire.frames import INLINE, Frame, SegmentSpec, align, returned
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.segments import HOST
-from telegrad.wire.tensors import Segment, TensorSpec, segment_bytes, segment_view
+from telegrad.wire.tensor.segments import HOST
+from telegrad.wire.tensor.tensors import Segment, TensorSpec, segment_bytes, segment_view
 
 log = logging.getLogger("telegrad.transport")
 

@@ -42,8 +42,8 @@ class DeviceBlockOpened(BlockNotice, frozen=True, tag=81):
     refusal: str
 
 
-class ReleaseDeviceBlocks(BlockNotice, frozen=True, tag=82):
-    """I have copied these blocks of your device memory, or closed them if you had retired them."""
+class DeviceBlocksClosed(BlockNotice, frozen=True, tag=82):
+    """I have closed these blocks of your device memory, which you had retired."""
 
     blocks: tuple[int, ...]
 
@@ -55,5 +55,5 @@ class RetireDeviceBlocks(BlockNotice, frozen=True, tag=83):
 
 
 AnyBlockNotice = (
-    ReleaseBlocks | RetireBlocks | AnnounceDeviceBlock | DeviceBlockOpened | ReleaseDeviceBlocks | RetireDeviceBlocks
+    ReleaseBlocks | RetireBlocks | AnnounceDeviceBlock | DeviceBlockOpened | DeviceBlocksClosed | RetireDeviceBlocks
 )

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.small import rebuild_small
-from telegrad.wire.tensors import TensorSpec, rebuild
+from telegrad.wire.tensor.small import rebuild_small
+from telegrad.wire.tensor.tensors import TensorSpec, rebuild
 
 MAGIC = b"Tg"
 VERSION = 1
@@ -36,7 +36,7 @@ MAX_FRAME = 64 * 2**30
 LARGE_PAYLOAD = 64 * 1024
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is to its receiver. The kinds are all there is: a reply ends its request, a notice has no reply."""
 
     REQUEST = 1
@@ -46,7 +46,7 @@ class Kind(IntEnum):
 
 
 # How the header of a frame of each kind begins, and the rest of it: what is read of every frame.
-_KINDS = {MAGIC + bytes([VERSION, kind]): int(kind) for kind in Kind}
+_KINDS = {MAGIC + bytes([VERSION, kind]): int(kind) for kind in FrameKind}
 _unpack_fields = struct.Struct("<4sIQQQQ").unpack_from
 
 
@@ -90,6 +90,7 @@ class Frame(msgspec.Struct, eq=False):
     data_offset: int
     buffers: Sequence[Any] = ()
     arrived: int = 0  # set by who reads it, where the order of work on a GPU depends on it
+    read_at: float = 0.0  # when, if that is still to be recorded
 
     def take_tensors(self) -> list[Tensor]:
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""
@@ -107,7 +108,7 @@ class Frame(msgspec.Struct, eq=False):
         return len(self.payload) > LARGE_PAYLOAD or (bool(self.segments) and not isinstance(self.data, bytearray))
 
     def __repr__(self) -> str:
-        kind = Kind(self.kind).name.lower()
+        kind = FrameKind(self.kind).name.lower()
         return f"<{kind} {self.request_id}: {type(self.message).__name__}, {len(self.tensors)} tensors>"
 
 
@@ -232,7 +233,7 @@ class FrameReader:
             text = f"a frame starts with {magic!r}, not {MAGIC!r}: the peer does not speak this protocol"
         elif version != VERSION:
             text = f"the peer speaks version {version} of the protocol, this worker version {VERSION}"
-        elif kind not in map(int, Kind):
+        elif kind not in map(int, FrameKind):
             text = f"unknown frame kind {kind}"
         else:
             text = (

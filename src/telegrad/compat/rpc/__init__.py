@@ -28,7 +28,7 @@ from telegrad.compat.rpc.backend_registry import (
     register_backend,
 )
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
-from telegrad.compat.rpc.references import (
+from telegrad.compat.rpc.rrefs import (
     PyRRef,
     _delete_all_user_and_unforked_owner_rrefs,
     _destroy_rref_context,
@@ -38,7 +38,7 @@ from telegrad.errors import AlreadyInitialized
 from telegrad.observe.profiling.process_global import server_process_global_profile
 from telegrad.rpc import get_rpc_timeout
 from telegrad.rpc import set_rpc_timeout as _set_rpc_timeout
-from telegrad.rpc.job.member_log import open_store
+from telegrad.rpc.job.rendezvous.member_log import open_store
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import WorkerInfo
 

@@ -89,7 +89,7 @@ class TensorPipeAgent(RpcAgent):
     @property
     def store(self) -> Any:
         """The store where the workers met."""
-        return None if self._agent.place is None else self._agent.place.store
+        return None if self._agent.member_log is None else self._agent.member_log.store
 
     def _get_backend_options(self) -> RpcBackendOptions:
         return self._agent.options

@@ -32,7 +32,7 @@ from telegrad.compat.rpc.internal import (
     _internal_rpc_pickler,
     run_pickled,
 )
-from telegrad.compat.rpc.references import (
+from telegrad.compat.rpc.rrefs import (
     RRef,
     _delete_all_user_and_unforked_owner_rrefs,
     _destroy_rref_context,

@@ -11,7 +11,7 @@ from telegrad.compat.rpc import api, backend_registry
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.rpc.job.lifecycle import start_worker
-from telegrad.transport.faulty import Fault, Faults, Plan
+from telegrad.transport.faulty import Fault, FaultPlan, Faults
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions"]
 
@@ -55,9 +55,13 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
     def faults(self) -> Faults:
         """The same for Telegrad's transport."""
-        plans = {MESSAGES[name]: Plan(Fault.DELAY, seconds=delay) for name, delay in self.messages_to_delay.items()}
+        plans = {
+            MESSAGES[name]: FaultPlan(Fault.DELAY, seconds=delay) for name, delay in self.messages_to_delay.items()
+        }
         for name in map(MESSAGES.__getitem__, self.messages_to_fail):
-            plans[name] = Plan(Fault.REFUSE) if name in _CALLS else Plan(Fault.BREAK, times=self.num_fail_sends)
+            plans[name] = (
+                FaultPlan(Fault.REFUSE) if name in _CALLS else FaultPlan(Fault.BREAK, times=self.num_fail_sends)
+            )
         return Faults(plans)
 
 

@@ -16,7 +16,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.functions import async_execution
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
-from telegrad.rref.reference import RRef, remote
+from telegrad.rref.rref import RRef, remote
 
 
 def grad(

@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from telegrad.errors import TelegradError
 from telegrad.observe.asking import ask_all
 from telegrad.observe.explanation import look
 from telegrad.observe.metrics import LinkCount, percentile
-from telegrad.observe.service import LIVE, observation_of
+from telegrad.observe.service import LIVE, Observation
 from telegrad.observe.snapshot import Snapshot, decode
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.workers import Member
@@ -37,6 +38,8 @@ class Board:
 
     def __init__(self, agent: Agent, seconds: float = SECONDS) -> None:
         self._agent = agent
+        self._own = agent.find_layer(Observation)  # None for an observer, which is no worker
+        self._watcher = f"{LIVE} {uuid.uuid4().hex}"
         self._seconds = seconds
         self._state: dict[str, Any] = {}
         self._members: dict[int, Member] = {}  # by incarnation, all that were ever seen
@@ -63,8 +66,9 @@ class Board:
             self._thread.join(5.0)
         with contextlib.suppress(TelegradError, OSError):
             if not self._agent.closing:
-                observation_of(self._agent).unwatch(LIVE)
-                ask_all(self._agent, self._alive(), "stop", LIVE.encode(), 1.0)
+                if self._own is not None:
+                    self._own.unwatch(self._watcher)
+                ask_all(self._agent, self._alive(), "stop", self._watcher.encode(), 1.0)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -103,16 +107,15 @@ class Board:
         alive = self._alive()
         new = [m for m in alive if m.incarnation not in self._asked_to_count]
         if new:
-            answers = ask_all(agent, new, "record", LIVE.encode())
+            answers = ask_all(agent, new, "record", self._watcher.encode())
             self._asked_to_count |= {incarnation for incarnation, answer in answers.items() if answer is not None}
-            if agent.find_layer(type(observation_of(agent))) is not None:
-                observation_of(agent).watch(LIVE)
+            if self._own is not None:
+                self._own.watch(self._watcher)
                 self._asked_to_count.add(agent.member.incarnation)
         before = self._latest
         found = {i: decode(data) for i, data in ask_all(agent, alive, "snapshot").items() if data is not None}
-        if any(m.incarnation == agent.member.incarnation for m in alive):
-            # Through its encoded form: the counters themselves go on.
-            found[agent.member.incarnation] = decode(observation_of(agent).answer("snapshot", b""))
+        if self._own is not None:  # through its encoded form: the counters themselves go on
+            found[agent.member.incarnation] = decode(self._own.answer("snapshot", b""))
         self._previous, self._latest = before, {**before, **found}
         state = self._describe(set(found))
         with self._changed:
@@ -126,8 +129,6 @@ class Board:
     def _describe(self, answered: set[int]) -> dict[str, Any]:
         agent = self._agent
         members = sorted(self._members.values(), key=lambda m: (m.worker_id, m.incarnation))
-        guest = agent.member.incarnation not in answered
-        members = [m for m in members if not (guest and m.incarnation == agent.member.incarnation)]
         newest = {int(m.worker_id): m.incarnation for m in members}
         names = {int(m.worker_id): m.name for m in members}
         links = self._links(names)

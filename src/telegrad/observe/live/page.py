@@ -18,7 +18,6 @@ from importlib import resources
 
 from telegrad.errors import TelegradError
 from telegrad.observe.live.board import Board
-from telegrad.observe.live.jobs import announced
 from telegrad.rpc.agent import Agent
 
 try:
@@ -166,8 +165,7 @@ def serving(agent: Agent, host: str = "127.0.0.1", port: int = 0, token: str | N
     page = Page(board, host, port, token)
     try:
         page.start()
-        with announced(page.url, agent.info.name):
-            yield page
+        yield page
     finally:
         page.close()
         board.close()

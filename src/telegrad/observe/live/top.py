@@ -1,9 +1,10 @@
-"""The state of a job in a terminal: what the page shows, read from the page's server."""
+"""The state of a job in a terminal: what the page shows, from a board of its own or from a page's server."""
 
 import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 from telegrad.errors import TelegradError
@@ -27,21 +28,25 @@ def fetch(url: str) -> dict[str, Any]:
         return state
 
 
-def show(url: str, seconds: float = 1.0, once: bool = False) -> int:
-    """Show a job until it ends or Ctrl-C; its exit status."""
+def show(look: Callable[[], dict[str, Any] | None], seconds: float = 1.0, once: bool = False) -> int:
+    """Show what `look` finds until that is None or Ctrl-C; the exit status."""
     console = Console()
     try:
-        if once:
-            console.print(render(fetch(url), console.height))
+        state = look()
+        if once and state is not None:
+            console.print(render(state, console.height))
             return 0
-        with Live(render(fetch(url), console.height), console=console, screen=True, auto_refresh=False) as live:
-            while True:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while state is not None:
+                live.update(render(state, console.height), refresh=True)
                 time.sleep(seconds)
-                live.update(render(fetch(url), console.height), refresh=True)
+                state = look()
+        console.print("The job has ended.")
+        return 0
     except KeyboardInterrupt:
         return 0
     except (urllib.error.URLError, OSError) as error:
-        console.print(f"The job at {url.partition('?')[0]} has ended, or cannot be reached ({error}).")
+        console.print(f"The job has ended, or its page cannot be reached ({error}).")
         return 1
 
 

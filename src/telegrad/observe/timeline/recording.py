@@ -31,6 +31,7 @@ log = logging.getLogger("telegrad.observe")
 
 _COLLECT_SECONDS = 0.5
 _PINGS = 8
+_KERNEL_SECONDS = 30.0  # for CUPTI, which takes its time at the beginning
 _MOST_EVENTS = 5_000_000
 
 
@@ -38,7 +39,7 @@ class _Collected(msgspec.Struct):
     """What one incarnation of a worker has told."""
 
     member: Member
-    events: list[AnyEvent] = []
+    events: list[AnyEvent] = msgspec.field(default_factory=list)
     threads: dict[int, str] = {}
     pings: list[Ping] = []
     lost: int = 0
@@ -47,8 +48,9 @@ class _Collected(msgspec.Struct):
 class Recording:
     """The recording of one block, from the worker that asked for it."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, kernels: bool = True) -> None:
         self._agent = agent
+        self._kernels = kernels
         self._watcher = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._found: dict[int, _Collected] = {}
@@ -66,6 +68,9 @@ class Recording:
         self._ended.set()
         if self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join()
+        if self._kernels:
+            observation_of(self._agent).kernels_of(self._watcher)
+            ask_all(self._agent, self._others(), "end kernels", self._watcher.encode(), _KERNEL_SECONDS)
         self._collect()
         for collected in list(self._found.values()):
             self._ping(collected)
@@ -102,8 +107,12 @@ class Recording:
         if agent.member.incarnation not in self._found:
             self._found[agent.member.incarnation] = _Collected(agent.member)
             observation_of(agent).watch(self._watcher)
+            if self._kernels:
+                observation_of(agent).want_kernels(self._watcher)
         new = [member for member in self._others() if member.incarnation not in self._found]
         answers = ask_all(agent, new, "record", self._watcher.encode())
+        if self._kernels:
+            ask_all(agent, new, "kernels", self._watcher.encode(), _KERNEL_SECONDS)
         for member in new:
             if answers[member.incarnation] is not None:
                 collected = self._found[member.incarnation] = _Collected(member)
@@ -121,6 +130,7 @@ class Recording:
     def _collect_often(self) -> None:
         while not self._ended.wait(_COLLECT_SECONDS) and not self._agent.closing:
             try:
+                self._agent.peers.look_for_news()  # who was started again is to record, too
                 self._welcome()
                 self._collect()
             except TelegradError as error:
@@ -138,21 +148,26 @@ class Recording:
     def _take(self, batch: Batch) -> None:
         collected = self._found[batch.incarnation]
         room = max(0, _MOST_EVENTS - self._total)
-        collected.events = collected.events + batch.events[:room] if collected.events else batch.events[:room]
+        collected.events.extend(batch.events[:room])
         collected.lost += batch.lost + max(0, len(batch.events) - room)
         collected.threads = {**collected.threads, **batch.threads}
         self._total += len(batch.events)
 
 
 @contextlib.contextmanager
-def record(path: str | os.PathLike[str]) -> Iterator[Recording]:
+def record(path: str | os.PathLike[str], *, kernels: bool = True) -> Iterator[Recording]:
     """Record what all workers do while the block runs, and write it to `path` as one timeline.
 
     The file opens in https://ui.perfetto.dev and in chrome://tracing: a process for each worker, a track for each of
     its threads, and arrows from each call to where it was served, and from each Recv to its Send. The clocks of the
     workers are aligned; how well is in the file, under `otherData`.
+
+    Args:
+        path: of the file.
+        kernels: whether what the GPUs do is recorded as well, for the first minute. torch has one profiler of CUDA in a
+            process: False leaves it to the program.
     """
-    recording = Recording(require_agent())
+    recording = Recording(require_agent(), kernels)
     recording.start()
     try:
         yield recording

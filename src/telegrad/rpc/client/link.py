@@ -23,15 +23,16 @@ from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
+from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import TCP
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.codec import Packed
-from telegrad.wire.frames import Kind
+from telegrad.wire.frames import FrameKind
 from telegrad.wire.messages import AnyMessage, CancelCall, Ping
-from telegrad.wire.small import describe_small
-from telegrad.wire.tensors import describe
+from telegrad.wire.tensor.small import describe_small
+from telegrad.wire.tensor.tensors import describe
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -72,9 +73,6 @@ class LinkEvents(Protocol):
 class Link:
     """Requests to one incarnation of one worker."""
 
-    # Whether the worker is told of calls past their timeout. Not in the stand-in: in torch such a call still runs.
-    cancels_at_timeout = True
-
     def __init__(self, runtime: Runtime, events: LinkEvents, member: Member, number: int) -> None:
         self.runtime = runtime
         self._io_threads = runtime.io_threads
@@ -110,6 +108,11 @@ class Link:
     def dialling(self) -> bool:
         """Whether a thread is making a connection, or giving one up."""
         return self._dial_lock.locked()
+
+    @property
+    def kept_notices(self) -> int:
+        """How many notices would be sent again over a new connection: whether one arrived, nobody says."""
+        return len(self._notices)
 
     # --- sending ---
 
@@ -171,7 +174,7 @@ class Link:
         self.replies.last_heard = time.monotonic()
         connection.after_hold = self.replies.arm
         connection.copier.ask_for_help = self.runtime.helpers.ask
-        self._io_threads.watch(connection.stream.fileno(), self.replies.readable, armed=False)
+        self._io_threads.register(connection.stream.fileno(), self.replies.readable, armed=False)
         self.current = connection  # only now may others send: what came before is on its way
         self.settled.set()
         return connection
@@ -180,13 +183,13 @@ class Link:
         if order.active and self.pending:
             order.synchronize()  # this thread's streams are not those the tensors were made on
         for number, notice in list(self._notices):
-            connection.send(Kind.NOTICE, number, 0, notice, deadline=deadline)
+            connection.send(FrameKind.NOTICE, number, 0, notice, deadline=deadline)
         for slot in self.pending.snapshot():
-            connection.send(Kind.REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
+            connection.send(FrameKind.REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
         # Layers above want to hear of replies that come too late. Under the number of a request that was taken this is
         # no new one: its reply comes again. One that was lost is answered as what this is.
         for request_id in self.pending.overdue():
-            connection.send(Kind.REQUEST, request_id, 0, Ping(), deadline=deadline)
+            connection.send(FrameKind.REQUEST, request_id, 0, Ping(), deadline=deadline)
 
     def send(
         self,
@@ -209,7 +212,7 @@ class Link:
         if packed.tensors:
             specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
             if order.active or self.member.device_maps:
-                specs, memory = self.runtime.placement.place(self.member, packed.tensors, specs, memory)
+                specs, memory = self.runtime.placement.apply(self.member, packed.tensors, specs, memory)
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
         slot.since = now
@@ -259,7 +262,7 @@ class Link:
         hold = slot.complete is not None and not slot.attended and len(self.pending) > BURST_CALLS
         try:
             connection.send(
-                Kind.REQUEST, slot.request_id, ack, message, payload, tensors, memory, deadline=deadline, hold=hold
+                FrameKind.REQUEST, slot.request_id, ack, message, payload, tensors, memory, deadline=deadline, hold=hold
             )
         except TimeoutError:
             self.pending.give_up(slot.request_id)
@@ -270,7 +273,7 @@ class Link:
         except (OSError, ValueError):  # ValueError: closed by another thread meanwhile
             self.lost(connection)
         if connection.closed:
-            self._send_over_next(connection, Kind.REQUEST, slot.request_id, 0, *slot.whole())
+            self._send_over_next(connection, FrameKind.REQUEST, slot.request_id, 0, *slot.whole())
             if self.dead is not None and self.pending.take(slot.request_id) is not None:
                 raise self.died(slot) from None
         if hold:
@@ -293,7 +296,7 @@ class Link:
             log.debug("a notice to %s was not delivered: %s", self.member.name, message)
             return
         try:
-            connection.send(Kind.NOTICE, number, self.pending.lowest(), message, hold=True)
+            connection.send(FrameKind.NOTICE, number, self.pending.lowest(), message, hold=True)
             if lazy:
                 self.runtime.delayed_flush.within(LAZY, connection)
             else:
@@ -303,7 +306,7 @@ class Link:
         except (OSError, ValueError):
             self.lost(connection)
         if connection.closed:
-            self._send_over_next(connection, Kind.NOTICE, number, 0, message)
+            self._send_over_next(connection, FrameKind.NOTICE, number, 0, message)
 
     def _send_over_next(self, old: Connection, *frame: Any) -> None:
         """What was sent over `old` as that ended is lost, unless the next dial is still to come and sends it again."""
@@ -320,7 +323,7 @@ class Link:
         connection = self.current
         if connection is not None:
             try:
-                connection.send(Kind.NOTICE, 0, 0, message, deadline=0.0)
+                connection.send(FrameKind.NOTICE, 0, 0, message, deadline=0.0)
             except (OSError, ValueError):
                 log.debug("%s could not be told goodbye", self.member.name)
 
@@ -363,7 +366,7 @@ class Link:
 
     def timed_out(self, slot: Slot) -> None:
         """The caller stopped waiting at its deadline."""
-        if Link.cancels_at_timeout:
+        if stand_in.in_force.cancels_at_timeout:
             self.left_by_caller(slot)
 
     def left_by_caller(self, slot: Slot) -> None:
@@ -371,7 +374,7 @@ class Link:
         connection = self.current
         if connection is not None:
             try:
-                connection.send(Kind.NOTICE, 0, self.pending.lowest(), CancelCall(slot.request_id), hold=True)
+                connection.send(FrameKind.NOTICE, 0, self.pending.lowest(), CancelCall(slot.request_id), hold=True)
                 self.runtime.delayed_flush.within(LAZY, connection)
             except (OSError, ValueError):
                 log.debug("%s was not told that a call is no longer waited for", self.member.name)
@@ -401,7 +404,7 @@ class Link:
         connection = self.current
         if connection is not None:
             try:
-                connection.send(Kind.NOTICE, 0, self.pending.lowest(), Ping(), deadline=time.monotonic())
+                connection.send(FrameKind.NOTICE, 0, self.pending.lowest(), Ping(), deadline=time.monotonic())
             except (OSError, TimeoutError):
                 log.debug("a ping to %s could not be sent", self.member.name)
 
@@ -420,7 +423,7 @@ class Link:
             connection.close()
             self.settled.clear()
             self.current = None
-            self.replies.unwatched()
+            self.replies.disarmed()
         self._events.link_lost(self)
 
     def resume(self, deadline: float) -> None:

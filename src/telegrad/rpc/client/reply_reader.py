@@ -31,7 +31,7 @@ from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import blocking, local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Frame, FrameKind
 from telegrad.wire.messages import Ack, Exhausted, Goodbye
 
 log = logging.getLogger("telegrad.rpc")
@@ -85,6 +85,11 @@ class ReplyReader:
         self._lock = threading.Lock()
         self._waiters: deque[Slot] = deque()
         self._spinner = Spinner()
+
+    @property
+    def unacknowledged(self) -> tuple[int, ...]:
+        """The replies that came, and that the worker has not been told of by name."""
+        return tuple(self._received)
 
     # --- waiting ---
 
@@ -214,7 +219,7 @@ class ReplyReader:
                 self.state = ARMED
                 self._io_threads.arm(connection.stream.fileno())
 
-    def unwatched(self) -> None:
+    def disarmed(self) -> None:
         """The connection is lost: no more events of it. A thread that reads goes on with the next."""
         with self._lock:
             if self.state == ARMED:
@@ -263,7 +268,7 @@ class ReplyReader:
 
     def take(self, frame: Frame) -> Slot | None:
         """A frame came; the slot that the reader has to complete when it has handed on the reading."""
-        if frame.kind == Kind.NOTICE:
+        if frame.kind == FrameKind.NOTICE:
             if type(frame.message) is Goodbye:
                 self._link.said_goodbye(frame.message.exited)
             elif type(frame.message) is Exhausted:
@@ -299,7 +304,7 @@ class ReplyReader:
         lowest = self._pending.lowest()
         named = array.array("Q", [request_id for request_id in received if request_id >= lowest])
         try:
-            connection.send(Kind.NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
+            connection.send(FrameKind.NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
             self._runtime.delayed_flush.within(LAZY, connection)
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self._link.member.name)

@@ -14,15 +14,15 @@ from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import set_current_agent
 from telegrad.rpc.devices import as_published, check_maps
-from telegrad.rpc.job import store as store_host
 from telegrad.rpc.job.barrier import Barriers
 from telegrad.rpc.job.debug_waits import Waits
-from telegrad.rpc.job.job_marker import own_marker
-from telegrad.rpc.job.member_log import MemberLog, open_store, wait_for_ranks
 from telegrad.rpc.job.membership import Clash, Joining, Membership
 from telegrad.rpc.job.presence import LOOPBACK, address_towards, seems_alive
 from telegrad.rpc.job.reach import DialsBack, check_reach
-from telegrad.rpc.job.store_recovery import StoreRecovery
+from telegrad.rpc.job.rendezvous import store as store_host
+from telegrad.rpc.job.rendezvous.job_marker import own_marker
+from telegrad.rpc.job.rendezvous.member_log import MemberLog, open_store, wait_for_ranks
+from telegrad.rpc.job.rendezvous.store_recovery import StoreRecovery
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.server.run_call import CallService
 from telegrad.rpc.trust.guard import install_guard
@@ -58,48 +58,48 @@ def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
             left = max(0.0, deadline - time.monotonic())
             store = open_store(options.init_method, rank, world_size, left)
         try:
-            place = MemberLog(store, own_marker(name, world_size, job), trust.seal)
-            if world_size is None and place.where is not None and place.is_first:
+            member_log = MemberLog(store, own_marker(name, world_size, job), trust.seal)
+            if world_size is None and member_log.where is not None and member_log.is_first:
                 time.sleep(_GRACE_SECONDS)
-            store = None  # the place has it, and may let it go
-            return _start_until_counted(place, name, rank, world_size, options, trust)
+            store = None  # the log has it, and may let it go
+            return _start_until_counted(member_log, name, rank, world_size, options, trust)
         except TelegradError:
             raise
         except RuntimeError as error:  # torch's own: the store has ended
-            if given or store_host.place_in(options.init_method) is None or time.monotonic() >= deadline:
+            if given or store_host.endpoint_in(options.init_method) is None or time.monotonic() >= deadline:
                 raise RendezvousError(f"the rendezvous store {options.init_method!r} failed: {error}") from error
             log.info("the rendezvous store %r closed as worker %r came; it comes again", options.init_method, name)
             store = None
 
 
 def _trust(options: RpcBackendOptions, store: Any) -> JobTrust:
-    where = store_host.place_in(options.init_method) if store is None else store_host.address_of(store)
+    where = store_host.endpoint_in(options.init_method) if store is None else store_host.endpoint_of(store)
     if where is None:
         return trust_for(options, None, True)
     return trust_for(options, where[0], store_host.is_here(where[0]))
 
 
 def _start_until_counted(
-    place: MemberLog, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, trust: JobTrust
+    member_log: MemberLog, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, trust: JobTrust
 ) -> Agent:
     while True:
         try:
-            return _start_at(place, name, rank, world_size, options, trust)
+            return _start_at(member_log, name, rank, world_size, options, trust)
         except _Outdated:
             log.info("worker %r joins once more: it had opened the rendezvous store anew", name)
-            place.read_again()
+            member_log.read_again()
         except BaseException:
-            place.lose()  # now, and not when the error is forgotten
+            member_log.lose()  # now, and not when the error is forgotten
             raise
 
 
 def _start_at(
-    place: MemberLog, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, trust: JobTrust
+    member_log: MemberLog, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, trust: JobTrust
 ) -> Agent:
-    worker_id = rank if rank >= 0 else place.next_id()
+    worker_id = rank if rank >= 0 else member_log.next_id()
     check_id(worker_id)
-    incarnation = draw_incarnation(_generation(place, worker_id))
-    host = _listening_host(options, place, trust)
+    incarnation = draw_incarnation(_generation(member_log, worker_id))
+    host = _listening_host(options, member_log, trust)
     tls = tls_for(options, host)
     listeners = Listeners(options.transports, host)
     member = Member(
@@ -115,10 +115,10 @@ def _start_at(
         secret=trust.published,
         certificate=b"" if tls is None else tls.fingerprint,
     )
-    agent = Agent(member, trust.secret.value, options, listeners, place, tls)
+    agent = Agent(member, trust.secret.value, options, listeners, member_log, tls)
     install_guard(agent)
     agent.world_size = world_size
-    agent.store_recovery = StoreRecovery(agent, place)
+    agent.store_recovery = StoreRecovery(agent, member_log)
     install_own_layers(agent)
     try:
         agent.start()
@@ -126,8 +126,8 @@ def _start_at(
         for layer in _LAYERS:
             importlib.import_module(layer).install(agent)
         set_current_agent(agent)  # before the others know of this worker: their first call may use it
-        _meet(agent, place, member, world_size)
-        agent.watch_peers()
+        _meet(agent, member_log, member, world_size)
+        agent.start_heartbeat()
     except BaseException as error:
         set_current_agent(None)
         # The other side of a clash must find this record to see it, too.
@@ -137,15 +137,15 @@ def _start_at(
     return agent
 
 
-def _listening_host(options: RpcBackendOptions, place: MemberLog, trust: JobTrust) -> str:
+def _listening_host(options: RpcBackendOptions, member_log: MemberLog, trust: JobTrust) -> str:
     """Where to listen by TCP: as the options say, else on the network over which the store was reached. A job
     that shares the user's own secret is on one host."""
     if options.host:
         return options.host
-    if place.address is None or trust.secret.source is Source.USER:
+    if member_log.address is None or trust.secret.source is Source.USER:
         return LOOPBACK
     try:
-        return address_towards(*place.address)
+        return address_towards(*member_log.address)
     except OSError:
         return LOOPBACK
 
@@ -157,8 +157,8 @@ def install_own_layers(agent: Agent) -> None:
         agent.install(layer)
 
 
-def _generation(place: MemberLog, worker_id: int) -> int:
-    generation = place.next_generation(worker_id)
+def _generation(member_log: MemberLog, worker_id: int) -> int:
+    generation = member_log.next_generation(worker_id)
     if generation > MAX_GENERATION:
         raise RendezvousError(
             f"worker id {worker_id} was started {generation} times in this job: start it under another id"
@@ -166,24 +166,24 @@ def _generation(place: MemberLog, worker_id: int) -> int:
     return generation
 
 
-def _meet(agent: Agent, place: MemberLog, member: Member, world_size: int | None) -> None:
+def _meet(agent: Agent, member_log: MemberLog, member: Member, world_size: int | None) -> None:
     take = agent.peers.take_news
     with agent.layer(Membership).joining(member, world_size) as joining:
-        place.news(take)
-        _await_end_of(joining, place, agent)  # before this worker's record tells the others that it is in its place
-        _publish(place, member)  # before looking for clashes, so that both sides of one see it
-        place.news(take)
+        member_log.news(take)
+        _await_end_of(joining, member_log, agent)  # before the others read that this worker has replaced it
+        _publish(member_log, member)  # before looking for clashes, so that both sides of one see it
+        member_log.news(take)
         joining.present()
         if world_size is not None:
-            wait_for_ranks(place, take, joining.present, world_size, agent.options.rendezvous_timeout)
-            if place.is_first and place.is_outdated(member.worker_id, member.incarnation):
+            wait_for_ranks(member_log, take, joining.present, world_size, agent.options.rendezvous_timeout)
+            if member_log.is_first and member_log.is_outdated(member.worker_id, member.incarnation):
                 raise _Outdated(f"worker {member.name!r} is not the first with its id")
     check_reach(agent)
     check_maps(joining.seen.values(), is_static=world_size is not None)
 
 
-def _await_end_of(joining: Joining, place: MemberLog, agent: Agent) -> None:
-    """A worker that is started again comes in the place of one that is dead or dying. A living one is another job's."""
+def _await_end_of(joining: Joining, member_log: MemberLog, agent: Agent) -> None:
+    """A worker that is started again replaces one that is dead or dying. A living one is another job's."""
     deadline = time.monotonic() + min(_DYING_SECONDS, agent.options.rendezvous_timeout)
     while (other := joining.predecessor) is not None and other.pid != os.getpid() and seems_alive(other):
         if time.monotonic() >= deadline:
@@ -192,14 +192,14 @@ def _await_end_of(joining: Joining, place: MemberLog, agent: Agent) -> None:
                 "Two jobs at one address? Give this one another port or file, or end the other first"
             )
         time.sleep(_LOOK_SECONDS)
-        place.news(agent.peers.take_news)
+        member_log.news(agent.peers.take_news)
 
 
-def _publish(place: MemberLog, member: Member) -> None:
+def _publish(member_log: MemberLog, member: Member) -> None:
     try:
-        place.publish(member)
+        member_log.publish(member)
     except RuntimeError as error:
-        if place.where is None:
+        if member_log.where is None:
             raise
         log.debug(
             "the rendezvous store has just closed: its other workers say who is here when it is open again: %s", error
@@ -208,9 +208,9 @@ def _publish(place: MemberLog, member: Member) -> None:
 
 def leave(agent: Agent, quietly: bool = False, exited: bool = False) -> None:
     """Record that this worker is gone, unless `quietly`; what becomes of the rendezvous store is up to others."""
-    if agent.place is not None and not quietly:
+    if agent.member_log is not None and not quietly:
         try:
-            agent.place.publish(msgspec.structs.replace(agent.member, leaving=True, exited=exited, secret=b""))
+            agent.member_log.publish(msgspec.structs.replace(agent.member, leaving=True, exited=exited, secret=b""))
         except RuntimeError as error:
             log.debug("the rendezvous store is gone: %s", error)
     if agent.store_recovery is not None:
@@ -219,15 +219,15 @@ def leave(agent: Agent, quietly: bool = False, exited: bool = False) -> None:
 
 def end_job(agent: Agent) -> None:
     """All workers have left: the next job that meets here may be another."""
-    if agent.place is not None:
+    if agent.member_log is not None:
         try:
-            agent.place.end_job()
+            agent.member_log.end_job()
         except RuntimeError as error:
             log.debug("the rendezvous store is gone: %s", error)
 
 
-def let_go_of_place(agent: Agent) -> None:
+def let_go_of_store(agent: Agent) -> None:
     """Let the store go. If it is in this process, that ends it for all."""
-    place, agent.place = agent.place, None
-    if place is not None:
-        place.lose()
+    member_log, agent.member_log = agent.member_log, None
+    if member_log is not None:
+        member_log.lose()

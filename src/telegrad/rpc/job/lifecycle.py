@@ -17,7 +17,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
 from telegrad.rpc.job.barrier import ask_who_is_missing, barrier
 from telegrad.rpc.job.environment import detect
-from telegrad.rpc.job.join import end_job, leave, let_go_of_place, start
+from telegrad.rpc.job.join import end_job, leave, let_go_of_store, start
 from telegrad.rpc.job.membership import Membership
 from telegrad.rpc.options import DEFAULT_INIT_METHOD, DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
 from telegrad.rpc.threads import interrupts
@@ -133,7 +133,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             if current_agent() is agent:
                 set_current_agent(None)
         leave(agent)
-        let_go_of_place(agent)
+        let_go_of_store(agent)
         agent.close()
         return_share()
         interrupts.uninstall()
@@ -187,7 +187,7 @@ def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leavin
         leave(agent)
         barrier(agent, "shutdown/left", 0, deadline)
         end_job(agent)
-        let_go_of_place(agent)
+        let_go_of_store(agent)
         barrier(agent, "shutdown/closed", 0, deadline)
 
 

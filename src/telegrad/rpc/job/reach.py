@@ -41,7 +41,7 @@ class DialsBack(Layer):
 
 
 def partner_of(me: Member, members: Sequence[Member]) -> Member | None:
-    """Whom to ask: the one with the same place among those of the next host. So each is asked about once."""
+    """Whom to ask: the one that has the same number among those of the next host. So each is asked about once."""
     hosts: dict[str, list[Member]] = {}
     for member in sorted(members, key=lambda m: m.worker_id):
         hosts.setdefault(member.host, []).append(member)

@@ -64,7 +64,7 @@ class Batch:
             except Exception as problem:
                 _fail(futures, problem)
             else:
-                whole.add_done_callback(lambda whole, futures=futures: _share_out(whole, futures))  # type: ignore[misc]
+                whole.add_done_callback(lambda whole, futures=futures: _share_out(whole, futures))  # type: ignore[misc] # mypy cannot type a default of a lambda
 
 
 def batch(timeout: float = UNSET_RPC_TIMEOUT) -> Batch:

@@ -95,7 +95,7 @@ class Acceptor:
     def start(self) -> None:
         """Begin to accept."""
         for listener in self._listeners.sockets:
-            self._io_threads.watch(listener.fileno(), functools.partial(self._accept, listener), armed=True)
+            self._io_threads.register(listener.fileno(), functools.partial(self._accept, listener), armed=True)
 
     def _accept(self, listener: socket.socket | MemoryListener) -> None:
         rearm = functools.partial(self._rearm, listener)
@@ -136,7 +136,7 @@ class Acceptor:
             binding = self._tls.fingerprint
         fd = sock.fileno()
         self._half_open[fd] = _HalfOpen(sock, ListenerHandshake(self._secret, binding), process, encrypts)
-        self._io_threads.watch(fd, lambda: self._proceed(fd), armed=True)
+        self._io_threads.register(fd, lambda: self._proceed(fd), armed=True)
         if not self._sweeping:
             self._sweeping = True
             self._timer.at(time.monotonic() + HANDSHAKE_SECONDS, self._sweep)

@@ -123,7 +123,10 @@ class Heartbeat(Layer):
             return
         caller = session.member
         member = self._directory.by_id(caller.worker_id) or caller
-        if member.incarnation != caller.incarnation or not member.addresses:
+        if not member.addresses:  # an observer: it is no member, and nobody misses it
+            self._peers.lost(caller, f"{caller.name!r} closed its connection", departed=True)
+            return
+        if member.incarnation != caller.incarnation:
             self._peers.lost(caller, f"worker {caller.name!r} closed its connection and was replaced")
             return
         link = self._peers.link(member)

@@ -5,7 +5,7 @@ import time
 from telegrad.rpc.peers.peers import Peers
 from telegrad.rpc.runtime import Runtime
 from telegrad.transport.connection import heap
-from telegrad.transport.device_blocks import collect
+from telegrad.transport.device.leftovers import collect
 
 # How long blocks of memory are kept for the next tensor. New ones cost 100 ms for 100 MB: little in so long a time.
 KEEP_IDLE_SECONDS = 10.0

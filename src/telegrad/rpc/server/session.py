@@ -28,7 +28,7 @@ from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Frame, FrameKind
 from telegrad.wire.messages import (
     Ack,
     AnyMessage,
@@ -126,7 +126,7 @@ class Session:
             self._detach(old)
         connection.on_blocked = self._writing_waits
         connection.copier.ask_for_help = self._runtime.helpers.ask
-        self._io_threads.watch(connection.stream.fileno(), self.ready, armed=True)
+        self._io_threads.register(connection.stream.fileno(), self.ready, armed=True)
 
     # --- serving ---
 
@@ -188,7 +188,7 @@ class Session:
                 self.ended(connection)
                 return
             if trace.recorder is not None:
-                trace.recorder.arrived(self, frames)
+                trace.recorder.arrived(frames)
             inbox.extend(frames)
 
     def _note_definitions(self, frames: list[Frame]) -> None:
@@ -210,7 +210,7 @@ class Session:
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
-        if trace.recorder is not None and trace.recorder.takes(request):
+        if trace.recorder is not None and request.frame.read_at:
             trace.recorder.serve(request, self.serve)
             return
         served = self._served.get(type(request.message))
@@ -222,7 +222,8 @@ class Session:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
             if served.counts_as_work:
                 self._runtime.calls_served += 1
-            if order.active and served.counts_as_work:
+            if order.active and served.counts_as_work and not request.on_lane:
+                request.on_lane = True  # once: a layer unwraps and serves on
                 order.run(served.handler, request, request.frame.arrived)
             else:
                 served.handler(request)
@@ -286,9 +287,9 @@ class Session:
         requests = self.requests
         if frame.ack > requests.acknowledged:
             requests.acknowledge(frame.ack)
-        if frame.kind == Kind.NOTICE:
+        if frame.kind == FrameKind.NOTICE:
             if type(frame.message) is Ping:
-                self._send((Kind.NOTICE, 0, Ping()))
+                self._send((FrameKind.NOTICE, 0, Ping()))
             elif type(frame.message) is Goodbye:
                 self._events.caller_said_goodbye(self.member, frame.message.exited)
             elif type(frame.message) is Ack:  # it has said most by its header
@@ -308,7 +309,7 @@ class Session:
 
     # --- replying ---
 
-    def reply(self, kind: Kind, request_id: int, *content: Any, lazy: bool = False) -> None:
+    def reply(self, kind: FrameKind, request_id: int, *content: Any, lazy: bool = False) -> None:
         """Answer a request. If the connection is lost, the caller asks again and is answered from memory.
 
         A lazy answer, one that nobody is waiting for, goes with the next one."""
@@ -411,7 +412,7 @@ class Session:
         connection = self.connection
         if connection is not None:
             try:
-                connection.send(Kind.NOTICE, 0, 0, message, deadline=time.monotonic())
+                connection.send(FrameKind.NOTICE, 0, 0, message, deadline=time.monotonic())
             except (OSError, ValueError):
                 log.debug("%s could not be told that this worker lives", self.member.name)
 
@@ -432,7 +433,7 @@ class Session:
         connection = self.connection
         if connection is not None:
             try:
-                connection.send(Kind.NOTICE, 0, 0, message, deadline=0.0)
+                connection.send(FrameKind.NOTICE, 0, 0, message, deadline=0.0)
             except (OSError, ValueError):
                 log.debug("%s could not be told goodbye", self.member.name)
 

@@ -49,7 +49,7 @@ class IoThreads:
 
     # --- descriptors ---
 
-    def watch(self, fd: int, handler: Callable[[], None], *, armed: bool) -> None:
+    def register(self, fd: int, handler: Callable[[], None], *, armed: bool) -> None:
         """Call `handler` in an I/O thread when `fd` is readable, once for each time it is armed."""
         self._handlers[fd] = handler
         self._epoll.register(fd, _ONCE if armed else _END_ONLY)

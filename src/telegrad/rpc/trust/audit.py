@@ -36,7 +36,7 @@ from telegrad.wire.messages import (
     RRefFetch,
     RRefFetchReply,
 )
-from telegrad.wire.specs import DTYPES, TensorSpec
+from telegrad.wire.tensor.specs import DTYPES, TensorSpec
 
 _WHAT: dict[type, str] = {
     PythonCall: "call",

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.storage import TypedStorage
 
-from telegrad.errors import ProtocolError, SerializationError
-from telegrad.wire.segments import Segment, segment_view
+from telegrad.errors import ProtocolError, SerializationError, TelegradError
+from telegrad.wire.tensor.segments import Segment, segment_view
 
 FindClass = Callable[[str, str], Any]
 
@@ -38,7 +38,7 @@ def storage_of(tensor: Tensor) -> UntypedStorage:
 
 
 def typed_storage_of(storage: UntypedStorage, dtype: torch.dtype) -> TypedStorage:
-    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call] # torch's own, without types
 
 
 def compiled(function: Any, backend: str) -> Any:
@@ -85,8 +85,8 @@ def load(payload: Any, tensors: Sequence[Tensor], find_class: FindClass | None) 
     file.seek(1)
     try:
         return _Unpickler(file, tensors, buffers, find_class).load()
-    except (SerializationError, ProtocolError):
-        raise
+    except TelegradError:
+        raise  # a value that knows why it cannot be rebuilt here, such as a reference to one that is not there yet
     except Exception as error:
         raise SerializationError(
             f"a received value cannot be rebuilt here: {type(error).__name__}: {error}; "

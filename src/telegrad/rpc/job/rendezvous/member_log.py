@@ -1,0 +1,328 @@
+"""Where workers meet: a log of who joined and who left, kept in one of torch's stores.
+
+Each worker appends a record of itself and reads the records of the others. The log only grows, so a reader needs to
+remember no more than how far it has read, and a worker that comes back under its old name is simply a later record.
+
+A store that lives in the process of one worker ends with it. The log is then lost until `move` gives it another
+store, at the same address, which begins empty: see `store_recovery.py`.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+import msgspec
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.rendezvous import rendezvous
+
+from telegrad.errors import RendezvousError, TelegradError
+from telegrad.ids import Incarnation, WorkerId, generation_of
+from telegrad.rpc.job.rendezvous import job_marker
+from telegrad.rpc.job.rendezvous import store as store_host
+from telegrad.rpc.job.rendezvous.job_marker import JobMarker
+from telegrad.rpc.job.rendezvous.store_client import Prefixed
+from telegrad.rpc.threads.interrupts import pause as sleep
+from telegrad.rpc.trust.files import make_private
+from telegrad.rpc.trust.rate import LimitedLog
+from telegrad.rpc.trust.seal import UNSEALED, Seal
+from telegrad.rpc.workers import Member
+
+log = logging.getLogger("telegrad.rpc")
+_warnings = LimitedLog(log)
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+# Whoever opens a store writes the job's marker into it at once. One that has none for so long is not ours.
+_MARKER_SECONDS = 5.0
+_FIRST_NOTICE = 5.0  # seconds of waiting after which a line says for whom; then after twice as many each time
+_COMPLAINTS_SECONDS = 0.5  # between looks for workers that were turned away
+NAMESPACE_KEY = "namespace"  # of the part of a launcher's store that counts now, for those who look from outside
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Member).decode
+
+
+def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Any:
+    """The store that `init_method` names. Others than the plain forms of tcp:// and env:// are left to torch."""
+    limit = timedelta(seconds=max(timeout, 1e-3))
+    endpoint = store_host.endpoint_in(init_method)
+    if init_method.startswith("file:"):
+        make_private(urlparse(init_method).path)
+    try:
+        if endpoint is not None:
+            first = rank == 0 or (world_size is None and rank < 0 and store_host.is_here(endpoint[0]))
+            opens = first and not store_host.is_launchers(endpoint)
+            store: Any = store_host.open_or_join(endpoint, opens=opens, seconds=timeout)
+        elif world_size:
+            store, _, _ = next(iter(rendezvous(init_method, rank=rank, world_size=world_size, timeout=limit)))
+        else:
+            store = FileStore(_path_in(init_method), -1)
+    except TimeoutError as error:
+        raise RendezvousError(
+            f"cannot meet at {init_method!r} within {timeout:g} s: {error}. For tcp:// and env:// rank 0 opens the "
+            "rendezvous store: is it running, and is the address right?"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise RendezvousError(f"cannot meet at {init_method!r}: {error}") from error
+    except RuntimeError as error:  # torch's store errors are RuntimeErrors
+        raise RendezvousError(
+            f"cannot meet at {init_method!r} within {timeout:g} s: {str(error).splitlines()[0]}. "
+            "For tcp:// and env:// rank 0 opens the rendezvous store: is it running, and is the address right?"
+        ) from error
+    store.set_timeout(limit)
+    return store
+
+
+def _path_in(init_method: str) -> str:
+    url = urlparse(init_method)
+    if url.scheme == "env":
+        raise ValueError("env:// needs MASTER_ADDR and MASTER_PORT in the environment")
+    if url.scheme != "file" or not url.path:
+        raise ValueError("it must be env://, tcp://host:port or file:///path")
+    return url.path
+
+
+class MemberLog:
+    """The log of one job in a store."""
+
+    def __init__(self, store: Any, marker: JobMarker, seal: Seal = UNSEALED) -> None:
+        """`marker` says which job it is: there is one in one store. RendezvousError if another has begun there. Records
+        have the `seal` of the job: those that have not are not read."""
+        self._seal = seal
+        self.where = store_host.worker_endpoint_of(store)  # None for a store that does not end with a worker
+        self.address = store_host.endpoint_of(store)  # None for one that is not reached over the network
+        # Whether the store is still there. Asked before each use.
+        self.stands: Callable[[], bool] = lambda: True
+        self._marker = marker
+        self._lock = threading.RLock()
+        self._complaints_read = 0
+        self._forget_reading()
+        self.store: Any = None
+        self._log: Any = None
+        self.move(store)
+
+    def move(self, store: Any, say_again: Callable[[], None] = lambda: None) -> None:
+        """Use this store from now on. Nobody here reads in it before `say_again` has said what others look for."""
+        ours = Prefixed(store_host.namespace(store), store)
+        self._check_job(ours, store)
+        with self._lock:
+            self.store, self._ours = store, ours
+            self._log = Prefixed(f"{store_host.namespace(store)}/{self._marker.kind}", store)
+            self._forget_reading()
+            self._complaints_read = 0
+            self.is_first = int(self._log.add("visits", 1)) == 1
+            if self.is_first and (part := store_host.namespace(store)) != "telegrad":
+                Prefixed("telegrad", store).set(NAMESPACE_KEY, part)
+            say_again()
+
+    def _check_job(self, ours: Prefixed, store: Any) -> None:
+        """Begin the job in this store, or see that it is the one that has begun there."""
+        where = store_host.describe(store)
+        if store_host.may_begin(store):
+            mark = ours.compare_set("mark", "", self._seal.mark)
+        else:
+            self._await_job(ours, where)
+            mark = ours.get("mark")
+        if mark.decode() != self._seal.mark:
+            raise RendezvousError(
+                "the store where this worker should meet others is that of a job with another secret, or of somebody "
+                "who knows none; it was not joined. Give all workers of a job the same secret (TELEGRAD_SECRET), and "
+                "each job a store of its own"
+            )
+        found = ours.compare_set("job", "", job_marker.encode(self._marker))
+        problem = job_marker.difference(job_marker.decode(found, where), self._marker, where)
+        if problem:
+            index = ours.add("complaints", 1) - 1  # those of the other opinion wait for this worker: let them know
+            ours.set(f"complaint/{index}", problem)
+            raise RendezvousError(problem)
+
+    def _await_job(self, ours: Prefixed, where: str) -> None:
+        """Whoever opened this store has begun the job there, or is about to; if not, it is a stranger's."""
+        deadline = time.monotonic() + _MARKER_SECONDS
+        while not ours.check("mark"):
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"{where} is a store of torch's in which no job of Telegrad has begun: it belongs to another "
+                    "program. Give this job another port"
+                )
+            time.sleep(_LONGEST_PAUSE)
+
+    def complaints(self) -> list[str]:
+        """What was said to workers that were turned away, since the last time this was asked."""
+        with self._lock:
+            if self._log is None or not self.stands():
+                return []
+            first, self._complaints_read = self._complaints_read, self._ours.add("complaints", 0)
+            keys = [f"complaint/{index}" for index in range(first, self._complaints_read)]
+            return [self._ours.get(key).decode() for key in keys if self._ours.check(key)]
+
+    def end_job(self) -> None:
+        """All leave: the next job that meets in this store may be another."""
+        with self._lock:
+            if self._log is not None and self.stands():
+                for key in ("job", "mark"):
+                    self._ours.delete_key(key)
+
+    def lose(self) -> None:
+        """The store has ended: nothing more is asked of it, and no news come, until there is another."""
+        with self._lock:
+            self.store = self._log = None
+
+    def read_again(self) -> None:
+        """Give all records to the next reader, as to one who has just come."""
+        with self._lock:
+            self._forget_reading()
+
+    def _forget_reading(self) -> None:
+        self._read = 0
+        self._unwritten: list[int] = []  # announced and not there yet: their writer is slow, or died just then
+
+    def _open_log(self) -> Any:
+        log_ = self._log
+        if log_ is None or not self.stands():
+            raise RuntimeError("the worker that kept the rendezvous store has gone, and no other has opened it yet")
+        return log_
+
+    def next_id(self) -> int:
+        """An id for a worker that came without a rank."""
+        return int(self._open_log().add("ids", 1)) - 1
+
+    def next_generation(self, worker_id: int) -> int:
+        """How many workers with this id were started before."""
+        drawn = int(self._open_log().add(f"generation/{worker_id}", 1)) - 1
+        latest = self._latest(worker_id)
+        behind = 0 if latest is None else generation_of(latest) + 1 - drawn
+        if behind <= 0:
+            return drawn
+        return int(self._open_log().add(f"generation/{worker_id}", behind)) - 1
+
+    def is_outdated(self, worker_id: int, incarnation: Incarnation) -> bool:
+        """Whether others know of one with this id that was started later, or so it looks: see `restore`."""
+        latest = self._latest(worker_id)
+        return latest not in (None, incarnation) and generation_of(latest) >= generation_of(incarnation)
+
+    def _latest(self, worker_id: int) -> Incarnation | None:
+        """Of the workers with this id that were known before the store was opened anew, the one started last."""
+        key = f"latest/{worker_id}"
+        return Incarnation(int(self._open_log().get(key))) if self._open_log().check(key) else None
+
+    def restore(self, latest: Mapping[WorkerId, Incarnation]) -> None:
+        """In a store opened anew: say which ids have been given, and who had them last.
+
+        One of them may have opened the store, and have counted itself the first with its id."""
+        for worker_id, incarnation in latest.items():
+            key, known = f"latest/{worker_id}", self._latest(worker_id)
+            while known is None or generation_of(known) < generation_of(incarnation):
+                expected = "" if known is None else str(known)
+                known = Incarnation(int(self._open_log().compare_set(key, expected, str(incarnation))))
+        missing = max(latest) + 1 - int(self._open_log().add("ids", 0))
+        if missing > 0:
+            self._open_log().add("ids", missing)
+
+    def publish(self, member: Member) -> None:
+        """Append a record."""
+        index = int(self._open_log().add("records", 1)) - 1
+        self._open_log().set(f"record/{index}", self._seal.seal(_encode(member)))
+
+    def news(self, take: Callable[[list[Member]], None]) -> None:
+        """Give the records appended since the last time to `take`. Whoever asks next finds them taken."""
+        with self._lock:
+            fresh = self._fresh()
+            if fresh:
+                take(fresh)
+
+    def _fresh(self) -> list[Member]:
+        fresh: list[Member] = []
+        try:
+            if self._log is not None and self.stands():
+                end = int(self._log.add("records", 0))
+                self._unwritten += range(self._read, end)
+                self._read = end
+                fresh, self._unwritten = self._read_all(self._unwritten)
+        except RuntimeError as error:
+            if self.where is None:
+                raise
+            log.debug("the rendezvous store has closed, and is opened anew: %s", error)
+        return fresh
+
+    def _read_all(self, indexes: list[int]) -> tuple[list[Member], list[int]]:
+        """The records that are there, and which are not. In few requests: all workers of a job read the records of all,
+        so one request for each would be the square of their number."""
+        if not indexes:
+            return [], []
+        records = self._log.get_all([f"record/{index}" for index in indexes])
+        if records is not None:
+            return [member for record in records for member in self._decoded(record)], []
+        if len(indexes) == 1:
+            return [], indexes
+        middle = len(indexes) // 2
+        found, unwritten = self._read_all(indexes[:middle])
+        more, also_unwritten = self._read_all(indexes[middle:])
+        return found + more, unwritten + also_unwritten
+
+    def _decoded(self, sealed: bytes) -> list[Member]:
+        record = self._seal.open(sealed)
+        try:
+            if record is not None:
+                return [_decode(record)]
+            problem = "it was not written by a worker of this job"
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            problem = f"it is malformed: {error}"
+        _warnings.warning("a record in the rendezvous store was ignored: %s", problem)
+        return []
+
+
+def read_records(log_: Prefixed, seal: Seal) -> list[Member]:
+    """All records of a log, for one who is no worker: a launcher that wants to know what its workers said."""
+    keys = [f"record/{index}" for index in range(log_.add("records", 0))]
+    records = [seal.open(log_.get(key)) for key in keys if log_.check(key)]
+    return [_decode(record) for record in records if record is not None]
+
+
+def wait_for_ranks(
+    member_log: MemberLog,
+    take: Callable[[list[Member]], None],
+    present: Callable[[], set[int]],
+    world_size: int,
+    seconds: float,
+) -> None:
+    """Read records until all ranks are there. RendezvousError names those that are missing at the deadline."""
+    # By looking again and again, ever less often: a wait inside torch's stores would print when it times out.
+    began = time.monotonic()
+    pause, next_notice, next_look = _FIRST_PAUSE, began + _FIRST_NOTICE, began + _COMPLAINTS_SECONDS
+    complaints: list[str] = []
+    while True:
+        missing = sorted(set(range(world_size)) - present())
+        if not missing:
+            return
+        now = time.monotonic()
+        left = began + seconds - now
+        if left <= 0:
+            raise RendezvousError(
+                f"rendezvous timed out after {seconds:g} s: of {world_size} workers, ranks {missing} did not come. "
+                + "".join(f"One was turned away: {complaint}. " for complaint in complaints)
+                + "Start them, or raise `rendezvous_timeout`"
+            )
+        if now >= next_notice:
+            log.warning("waiting for ranks %s of %d since %.0f s", missing, world_size, now - began)
+            next_notice = now + (now - began)
+        sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+        try:
+            member_log.news(take)
+            if now >= next_look:
+                next_look = now + _COMPLAINTS_SECONDS
+                fresh = member_log.complaints()
+                for complaint in fresh:
+                    log.warning("a worker was turned away: %s", complaint)
+                complaints += fresh
+        except TelegradError:
+            raise
+        except RuntimeError as error:
+            if member_log.where is None:
+                raise RendezvousError(
+                    f"the rendezvous store closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"
+                ) from error

@@ -1,0 +1,263 @@
+"""The receiver's side of device memory: blocks of a peer, opened once, and tensors copied out of them.
+
+Each message that came in a block is a `Loan`; it ends when its tensors have been copied out, or nobody wants them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from telegrad.cuda import order
+from telegrad.cuda.copy_kernel import Piece, copy_and_tell, give_back_counter, take_counter
+from telegrad.cuda.gpus import visible_gpus
+from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
+from telegrad.errors import ProtocolError, SerializationError
+from telegrad.transport.blocks.mapping import MAX_BLOCK
+from telegrad.transport.device.blocks import FIRST_NUMBER, USE_BITS, USES, Announcement, exported
+from telegrad.transport.device.flags import Promise, keep_promises
+from telegrad.transport.device.leftovers import close_later
+
+log = logging.getLogger("telegrad.transport")
+
+
+class _Opened:
+    """Memory of a peer that is mapped here, for as long as blocks lie in it."""
+
+    __slots__ = ("address", "device", "own", "users")
+
+    def __init__(self, address: int, device: int, own: bool) -> None:
+        self.address = address
+        self.device = device
+        self.own = own  # exported by this very process: nothing to close
+        self.users = 0
+
+    def drop(self) -> None:
+        self.users -= 1
+        if not self.users and not self.own:
+            try:
+                with torch.cuda.device(self.device):
+                    runtime().close_memory(self.address)
+            except CudaError as error:
+                log.debug("memory of a peer could not be closed: %s", error)
+
+
+class BorrowedBlock:
+    """A block of a peer, as this process sees it."""
+
+    __slots__ = ("address", "counter", "device", "flag", "number", "opened", "size", "uses")
+
+    def __init__(self, announced: Announcement, device: int, opened: _Opened) -> None:
+        self.number = announced.number
+        self.address = opened.address + announced.offset
+        self.size = announced.size
+        self.device = device
+        self.flag = announced.flag
+        self.opened = opened
+        self.counter = take_counter(device)
+        self.uses = 0
+
+    def promise(self) -> Promise:
+        """What streams here may be waiting for."""
+        return Promise(self.flag.written, self.uses, self._spoil)
+
+    def _spoil(self) -> None:
+        """The peer will never write what it had promised: let nobody take what lies there for it."""
+        with torch.cuda.device(self.device):
+            runtime().fill(self.address, 0xFF, self.size)
+
+
+class DeviceBorrower:
+    """The receiver's view of one peer's blocks: opens each once, and notes when it has been copied out."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, BorrowedBlock | str] = {}  # a text: why it could not be opened
+        self._opened: dict[bytes, _Opened] = {}
+        self._in_use: set[int] = set()
+        self.closed: deque[int] = deque()  # of those that the peer had retired, to be told to it
+
+    def open(self, announced: Announcement) -> str:
+        """Open a block that the peer announced; why not, if it cannot be."""
+        number = announced.number
+        if not FIRST_NUMBER <= number < 2 * FIRST_NUMBER or number in self._blocks:
+            raise ProtocolError(f"the peer announced block {number} of device memory, which is no new one")
+        if not 0 < announced.size <= MAX_BLOCK or announced.offset < 0:
+            raise ProtocolError(f"the peer announced {announced.size} bytes of device memory at {announced.offset}")
+        if len(announced.memory) != HANDLE_BYTES:
+            raise ProtocolError("the peer announced a block of device memory without its handle")
+        gpus = visible_gpus()
+        if announced.gpu not in gpus:
+            why = f"this worker does not see the GPU {announced.gpu}"
+        else:
+            try:
+                self._blocks[number] = self._map(gpus.index(announced.gpu), announced)
+                return ""
+            except CudaError as error:
+                why = str(error)
+        self._blocks[number] = why
+        return why
+
+    def _map(self, device: int, announced: Announcement) -> BorrowedBlock:
+        opened = self._opened.get(announced.memory)
+        with torch.cuda.device(device):
+            if opened is None:
+                own = exported.get(announced.memory)
+                address = own if own is not None else runtime().open_memory(announced.memory)
+                opened = self._opened[announced.memory] = _Opened(address, device, own is not None)
+        opened.users += 1
+        return BorrowedBlock(announced, device, opened)
+
+    def borrow(self, name: int) -> Loan:
+        """The memory of a block that came with a message, by what the message calls it."""
+        number, use = name >> USE_BITS, name % USES
+        block = self._blocks.get(number)
+        if block is None or number in self._in_use:
+            raise ProtocolError(f"the peer used block {number} of device memory without announcing or regaining it")
+        if isinstance(block, BorrowedBlock):
+            ahead = (use - block.uses) % USES
+            if not ahead:
+                raise ProtocolError(f"the peer named a use of block {number} of device memory twice")
+            block.uses += ahead
+        self._in_use.add(number)
+        return Loan(self, number, block)
+
+    @property
+    def mapped(self) -> int:
+        """How many blocks of the peer are open here."""
+        return len(self._blocks)
+
+    def let_go(self, number: int, block: BorrowedBlock | str) -> None:
+        """A loan has ended; in any thread at any moment, so without a lock."""
+        self._in_use.discard(number)
+        if isinstance(block, BorrowedBlock):
+            block.flag.let_go.set(block.uses)
+
+    def retire(self, numbers: Iterable[int]) -> None:
+        """The peer will not use these again: close them, and say so."""
+        for number in numbers:
+            block = self._blocks.pop(number, None)
+            if block is None or number in self._in_use:
+                raise ProtocolError(f"the peer retired block {number} of device memory, which it may not")
+            if isinstance(block, BorrowedBlock):
+                self._close(block)
+            self.closed.append(number)
+
+    def _close(self, block: BorrowedBlock) -> None:
+        block.opened.drop()
+        give_back_counter(block.device, block.counter)
+        if not block.opened.users:
+            self._opened = {handle: opened for handle, opened in self._opened.items() if opened.users}
+
+    def close(self, peer_is_gone: Callable[[], bool]) -> None:
+        """The connection has ended: close what was opened once nothing reads it any more."""
+        blocks = [block for block in self._blocks.values() if isinstance(block, BorrowedBlock)]
+        self._blocks.clear()
+        if blocks:
+            keep_promises([block.promise() for block in blocks], peer_is_gone)
+            close_later(functools.partial(self._close_if_read, blocks))
+
+    def _close_if_read(self, blocks: list[BorrowedBlock]) -> bool:
+        """Close these unless something is still to be read from one."""
+        if any(block.number in self._in_use or not block.flag.read.has_reached(block.uses) for block in blocks):
+            return False
+        for block in blocks:
+            self._close(block)
+        return True
+
+
+class Loan:
+    """A block that came with a message, until its tensors have been copied out of it or are not wanted any more."""
+
+    __slots__ = ("_block", "_borrower", "_last", "_number", "_reads", "_told")
+
+    def __init__(self, borrower: DeviceBorrower, number: int, block: BorrowedBlock | str) -> None:
+        self._borrower = borrower
+        self._number = number
+        self._block = block
+        self._last = 0  # the stream that read last
+        self._reads = False
+        self._told = False  # the owner of the block has been told that it was read
+
+    def __len__(self) -> int:
+        return self._block.size if isinstance(self._block, BorrowedBlock) else MAX_BLOCK
+
+    def __getitem__(self, part: slice) -> DeviceSegment:
+        return DeviceSegment(self, part.start, part.stop - part.start)
+
+    def copy_all(self, segments: Sequence[DeviceSegment], targets: Sequence[int], device: torch.device) -> None:
+        """Enqueue copies of all that is wanted of it, after the sender's work; nothing else will be read."""
+        block = self._opened()
+        if device.index != block.device or self._reads:
+            for segment, target in zip(segments, targets, strict=True):
+                self.copy(segment.offset, segment.nbytes, target, device)
+            return
+        stream = order.current_stream(block.device)
+        if not block.flag.written.will_soon_reach(block.uses):
+            runtime().wait_value(stream, block.flag.written.on_device, block.uses)
+        pieces = [Piece(block.address + s.offset, at, s.nbytes) for s, at in zip(segments, targets, strict=True)]
+        copy_and_tell(block.device, stream, pieces, block.flag.read.on_device, block.uses, block.counter)
+        self._told = True
+
+    def _opened(self) -> BorrowedBlock:
+        block = self._block
+        if isinstance(block, str):
+            raise SerializationError(f"a tensor came in device memory that cannot be opened: {block}")
+        return block
+
+    def copy(self, offset: int, nbytes: int, target: int, device: torch.device) -> None:
+        """Enqueue a copy to memory on `device`, on its current stream, after the sender's work."""
+        block = self._opened()
+        stream = order.current_stream(block.device)
+        if stream != self._last or not self._reads:
+            if self._reads:  # of a message to two devices: one after the other
+                torch.cuda.ExternalStream(stream, block.device).wait_stream(  # type: ignore[no-untyped-call] # torch's
+                    torch.cuda.ExternalStream(self._last, block.device)  # type: ignore[no-untyped-call] # of torch's
+                )
+            if not block.flag.written.will_soon_reach(block.uses):
+                runtime().wait_value(stream, block.flag.written.on_device, block.uses)
+            self._last, self._reads = stream, True
+        if device.type == "cuda" and device.index == block.device:
+            runtime().copy(target, block.address + offset, nbytes, stream)
+        elif device.type == "cuda":  # another GPU, whose stream has to see it: by the stream of the GPU where it lies
+            ours, theirs = torch.cuda.current_stream(block.device), torch.cuda.current_stream(device)
+            ours.wait_stream(theirs)
+            runtime().copy(target, block.address + offset, nbytes, stream)
+            theirs.wait_stream(ours)
+        else:
+            runtime().copy(target, block.address + offset, nbytes, stream)
+            runtime().synchronize(stream)
+
+    def __del__(self) -> None:
+        block = self._block
+        if isinstance(block, BorrowedBlock) and not self._told:
+            try:  # if nobody has read it, on the default stream: it was read as far as its owner is concerned
+                runtime().write_value(self._last, block.flag.read.on_device, block.uses)
+            except CudaError as error:
+                log.debug("the end of a loan could not be told: %s", error)
+                block.flag.read.set(block.uses)
+        self._borrower.let_go(self._number, block)
+
+
+class DeviceSegment:
+    """One run of tensor bytes in a borrowed block."""
+
+    __slots__ = ("loan", "nbytes", "offset")
+
+    def __init__(self, loan: Loan, offset: int, nbytes: int) -> None:
+        self.loan = loan
+        self.offset = offset
+        self.nbytes = nbytes
+
+    def copy_to(self, target: int, device: torch.device) -> None:
+        """Enqueue a copy of all of it to `target`, memory on `device`."""
+        self.loan.copy(self.offset, self.nbytes, target, device)
+
+    def storage_on(self, device: torch.device) -> torch.UntypedStorage:
+        """A copy of it in a storage of its own."""
+        storage = torch.empty(self.nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        if self.nbytes:
+            self.copy_to(storage.data_ptr(), device)
+        return storage

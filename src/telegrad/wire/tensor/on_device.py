@@ -1,0 +1,152 @@
+"""The commonest message with CUDA tensors: each with a storage of its own and no gaps in it, all on the GPU on arrival.
+
+Contiguous ones, transposed ones, and expanded ones, as the gradient of a sum is. Everything else about tensors on a GPU
+goes the general way, as on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from telegrad.cuda import order
+from telegrad.wire.tensor.assembly import checked_size, dtype_of, finish
+from telegrad.wire.tensor.segments import Segment, element_span
+from telegrad.wire.tensor.small import PLAIN_CODES
+from telegrad.wire.tensor.specs import QUANTIZED_DTYPES, Flag, TensorSpec
+
+# Plain ints: arithmetic on enums costs a microsecond.
+_REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
+_PARAMETER = int(Flag.PARAMETER)
+_SIMPLE_FLAGS = _REQUIRES_GRAD | _PARAMETER
+_MOST_STRIDE = 2**40  # no GPU has as much memory
+
+
+def describe_on_device(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]] | None:
+    """Specs and segments of plain CUDA tensors; None if one of them is anything else."""
+    specs: list[TensorSpec] = []
+    segments: list[Segment] = []
+    storages = set()
+    strides: tuple[int, ...]
+    try:
+        for index, tensor in enumerate(tensors):
+            cls = type(tensor)
+            if (
+                not (cls is Tensor or cls is Parameter)
+                or not tensor.is_cuda
+                or tensor.layout is not torch.strided
+                or tensor.is_nested
+                or tensor.is_neg()
+                or tensor.is_conj()
+            ):
+                return None
+            if tensor.is_contiguous():
+                strides, nbytes = (), tensor.nbytes
+            else:
+                strides = tensor.stride()
+                nbytes = _span_without_gaps(tensor.shape, strides) * tensor.itemsize
+                if not nbytes:
+                    return None
+            code = PLAIN_CODES.get(tensor.dtype)
+            storages.add(tensor.untyped_storage()._cdata)
+            address = tensor.data_ptr()
+            if code is None or not address or len(storages) <= index:
+                return None
+            device = tensor.get_device()
+            order.use(device)
+            flags = _REQUIRES_GRAD if tensor.requires_grad else 0
+            if cls is Parameter:
+                flags |= _PARAMETER
+            specs.append(TensorSpec(0, code, tuple(tensor.shape), strides, 0, index, flags, _name_of(device)))
+            segments.append(Segment(address, nbytes, tensor, False, device))
+    except RuntimeError:
+        return None  # torch refused to show this tensor's memory; the general way tells why
+    return specs, segments
+
+
+def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> list[Tensor] | None:
+    """The tensors that `describe_on_device` could have described and that came in device memory; None for others."""
+    forms = []
+    for index, spec in enumerate(specs):
+        if (
+            spec.segment != index
+            or index >= len(buffers)
+            or not hasattr(buffers[index], "copy_to")
+            or not spec.device.startswith("cuda:")
+            or spec.kind
+            or spec.offset
+            or spec.parts
+            or spec.scalars
+            or not 0 <= spec.flags <= _SIMPLE_FLAGS
+        ):
+            return None
+        dtype, nbytes = simple_form(spec.dtype, spec.shape)
+        if spec.strides and nbytes:
+            nbytes = _strided_bytes(spec.shape, spec.strides, dtype.itemsize)
+        device = _device_of(spec.device)
+        if not nbytes or nbytes != buffers[index].nbytes or device is None:
+            return None
+        forms.append((dtype, device))
+    tensors = []
+    for spec, (dtype, device) in zip(specs, forms, strict=True):
+        if spec.strides:
+            tensors.append(torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=device))
+        else:
+            tensors.append(torch.empty(spec.shape, dtype=dtype, device=device))
+    _fill(tensors, buffers[: len(tensors)])
+    return [finish(tensor, spec.flags) if spec.flags else tensor for spec, tensor in zip(specs, tensors, strict=True)]
+
+
+def _fill(tensors: Sequence[Tensor], buffers: Sequence[Any]) -> None:
+    """Copy what came into the tensors: as one, where all of it came in one block and goes to one GPU."""
+    loan, device = buffers[0].loan, tensors[0].device
+    if all(buffer.loan is loan for buffer in buffers) and all(tensor.device == device for tensor in tensors):
+        loan.copy_all(buffers, [tensor.data_ptr() for tensor in tensors], device)
+        return
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        buffer.copy_to(tensor.data_ptr(), tensor.device)
+
+
+def _span_without_gaps(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The elements that a strided tensor reaches if they fill the memory from the first to the last; else 0."""
+    span = element_span(shape, strides)
+    return span if span == math.prod(size for size, stride in zip(shape, strides, strict=True) if stride) else 0
+
+
+def _strided_bytes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    """The bytes of memory that torch gives a tensor of these strides; 0 for those the general way has to look at."""
+    if len(strides) != len(shape) or any(not 0 <= stride <= _MOST_STRIDE for stride in strides):
+        return 0
+    return element_span(shape, strides) * itemsize
+
+
+@functools.lru_cache(maxsize=64)
+def _name_of(device: int) -> str:
+    return f"cuda:{device}"
+
+
+@functools.lru_cache(maxsize=64)
+def _device_of(name: str) -> torch.device | None:
+    """The device of that name if this process has it; else the general way says what is wrong."""
+    try:
+        device = torch.device(name)
+        if device.index is None or device.index >= torch.cuda.device_count():
+            return None
+    except RuntimeError:
+        return None
+    order.use(device.index)
+    return device
+
+
+@functools.lru_cache(maxsize=4096)
+def simple_form(code: int, shape: tuple[int, ...]) -> tuple[torch.dtype, int]:
+    """The dtype and byte count of a dense tensor; 0 bytes where the common case does not hold."""
+    dtype = dtype_of(code)
+    nbytes = checked_size(shape, dtype)
+    return dtype, 0 if 0 in shape or dtype in QUANTIZED_DTYPES else nbytes

@@ -1,0 +1,110 @@
+"""The commonest message: a few small, plain tensors. Their bytes follow one another in the frame, each at a multiple of
+16, and nothing else says where they are: a spec tells how many bytes are its own.
+"""
+
+import functools
+from collections.abc import Sequence
+from ctypes import string_at
+from typing import Any
+
+import torch
+from torch import Tensor, frombuffer
+from torch.nn import Parameter
+
+from telegrad.errors import ProtocolError
+from telegrad.wire.tensor.assembly import checked_size, dtype_of, finish
+from telegrad.wire.tensor.specs import DTYPE_CODES, NO_SEGMENT, QUANTIZED_DTYPES, Flag, TensorSpec
+
+MOST_BYTES = 16 * 1024  # of all tensors of one message
+
+_ALIGNMENT = 16
+_PADDING = bytes(_ALIGNMENT)
+# Those whose memory alone says everything: no conjugate bit, no quantizer.
+PLAIN_CODES = {d: code for d, code in DTYPE_CODES.items() if not d.is_complex and d not in QUANTIZED_DTYPES}
+# Plain ints: arithmetic on enums costs a microsecond.
+_REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
+_PARAMETER = int(Flag.PARAMETER)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its elements one after another in host memory, and nothing else but a dtype and a shape."""
+    cls = type(tensor)
+    return (
+        (cls is Tensor or cls is Parameter)
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
+def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] | None:
+    """Specs and a copy of all bytes, if these are few, contiguous, on the CPU, and no two tensors share memory."""
+    specs: list[TensorSpec] = []
+    pieces: list[bytes] = []
+    left = MOST_BYTES
+    try:
+        for tensor in tensors:
+            if not is_plain(tensor):
+                return None
+            nbytes = tensor.nbytes
+            left -= nbytes
+            address = tensor.data_ptr()
+            spec = _spec(tensor.dtype, tensor.shape, tensor.requires_grad, type(tensor) is Parameter)
+            if left < 0 or not address or not nbytes or spec is None:
+                return None
+            specs.append(spec)
+            pieces.append(string_at(address, nbytes))
+            if nbytes % _ALIGNMENT:
+                pieces.append(_PADDING[nbytes % _ALIGNMENT :])
+    except RuntimeError:
+        return None  # torch refused to show this tensor's memory; the general way tells why
+    if len(specs) == 1:
+        return specs, pieces[0]
+    if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(specs):
+        return None
+    return specs, b"".join(pieces)
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(dtype: torch.dtype, shape: torch.Size, requires_grad: bool, is_parameter: bool) -> TensorSpec | None:
+    code = PLAIN_CODES.get(dtype)
+    if code is None:
+        return None
+    flags = _REQUIRES_GRAD * requires_grad | _PARAMETER * is_parameter
+    return TensorSpec(0, code, tuple(shape), (), 0, NO_SEGMENT, flags)
+
+
+def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[Tensor]:
+    """The tensors whose bytes begin at `offset` of a writable buffer; they alias it and keep it alive.
+
+    Raises ProtocolError for specs that are not plain or do not fit the memory.
+    """
+    tensors: list[Tensor] = []
+    present = len(data)
+    for spec in specs:
+        dtype, count, nbytes, shape, flags = _plain_form(spec)
+        if offset + nbytes > present:
+            raise ProtocolError(f"a tensor of {nbytes} bytes begins at byte {offset} of {present}")
+        tensor = frombuffer(data, dtype=dtype, count=count, offset=offset)
+        if shape is not None:
+            tensor.resize_(shape)  # same size: only the shape changes
+        tensors.append(finish(tensor, flags) if flags else tensor)
+        offset += nbytes + -nbytes % _ALIGNMENT
+    return tensors
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, torch.Size | None, int]:
+    """The dtype, the number of elements and of bytes, the shape unless that is one dimension, and the flags of a tensor
+    that `describe_small` could have described."""
+    dtype = dtype_of(spec.dtype)
+    nbytes = checked_size(spec.shape, dtype)
+    general = TensorSpec(0, spec.dtype, spec.shape, (), 0, NO_SEGMENT, spec.flags)
+    if spec != general or dtype not in PLAIN_CODES or 0 in spec.shape:
+        raise ProtocolError(f"the bytes of a tensor came in the plainest form, which cannot hold it: {spec}")
+    if not 0 <= spec.flags <= _REQUIRES_GRAD | _PARAMETER:
+        raise ProtocolError(f"unknown flags {spec.flags:#x} of a tensor")
+    shape = torch.Size(spec.shape) if len(spec.shape) != 1 else None
+    return dtype, nbytes // dtype.itemsize, nbytes, shape, spec.flags
