@@ -30,7 +30,7 @@ class _Counter:
     """Counts in every thread that starts after `install`."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = self.wanted = False
         self.found: Counter[CodeType] = Counter()
 
     def install(self) -> None:
@@ -124,6 +124,48 @@ def _calling(rank: int, meeting: str, answers: Any, function: Any, before: Any) 
         answers.put((1, _counter.per_step(STEPS)))
 
 
+def _root_of_many(rank: int, meeting: str, answers: Any, workers: int) -> None:
+    """The same for a pass over all other workers, counted on the root: the pass alone, without the calls."""
+    if rank == 0:
+        _counter.install()
+    import torch
+
+    from telegrad import autograd, rpc
+    from telegrad.rpc.threads import spin
+
+    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)  # type: ignore[method-assign]
+    options = rpc.RpcBackendOptions(init_method=meeting)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
+    if rank == 0:
+        x = torch.ones(2, 2, requires_grad=True)
+
+        def step() -> None:
+            with autograd.context() as context_id:
+                futures = [rpc.rpc_async(f"worker{n}", torch.mul, args=(x, 2.0)) for n in range(1, workers)]
+                loss = torch.stack([future.wait() for future in futures]).sum()
+                _counter.on = _counter.wanted
+                autograd.backward(context_id, [loss])
+                _counter.on = False
+
+        for _ in range(_WARM_UP):
+            step()
+        _counter.wanted = True
+        for _ in range(STEPS):
+            step()
+    rpc.shutdown()
+    answers.put((rank, _counter.per_step(STEPS)))
+
+
+def per_participant(few: int = 3, many: int = 7) -> Count:
+    """Bytecodes that one more participant costs the root of a pass."""
+    counts = []
+    for workers in (few, many):
+        with tempfile.TemporaryDirectory() as folder:
+            counts.append(_run(_root_of_many, Path(folder), workers, workers)[0])
+    less, more = counts
+    return {name: (number - less.get(name, 0)) / (many - few) for name, number in more.items()}
+
+
 def measure() -> tuple[Count, Count]:
     """Bytecodes of each function for one step, on the root and on its peer."""
     with tempfile.TemporaryDirectory() as folder:
@@ -136,10 +178,16 @@ def count_calls(folder: Path, function: Any, before: Any = None) -> tuple[Count,
 
 
 def _both(target: Any, folder: Path, *more: Any) -> tuple[Count, Count]:
+    found = _run(target, folder, 2, *more)
+    return found[0], found[1]
+
+
+def _run(target: Any, folder: Path, count: int, *more: Any) -> dict[int, Count]:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     meeting = Path(folder, "meeting").as_uri()
-    workers = [context.Process(target=target, args=(rank, meeting, answers, *more), daemon=True) for rank in range(2)]
+    args = [(rank, meeting, answers, *more) for rank in range(count)]
+    workers = [context.Process(target=target, args=arguments, daemon=True) for arguments in args]
     for worker in workers:
         worker.start()
     try:
@@ -150,7 +198,7 @@ def _both(target: Any, folder: Path, *more: Any) -> tuple[Count, Count]:
         for worker in workers:
             worker.kill()
             worker.join()
-    return found[0], found[1]
+    return found
 
 
 def by_layer(count: Count) -> Count:
@@ -170,7 +218,12 @@ def report() -> str:
 
 
 def main() -> None:
-    if "--functions" in sys.argv:
+    if "--participant" in sys.argv:
+        count = per_participant()
+        print(f"one more participant of a pass costs its root {sum(count.values()):.0f} bytecodes")
+        for function, number in sorted(count.items(), key=lambda item: -item[1])[:60]:
+            print(f"  {number:8.1f}  {function}")
+    elif "--functions" in sys.argv:
         for name, count in zip(("root", "peer"), measure(), strict=True):
             print(f"{name} {sum(count.values()):.0f}")
             for function, number in sorted(count.items(), key=lambda item: -item[1]):

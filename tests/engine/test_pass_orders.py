@@ -206,7 +206,10 @@ class World:
             tuple(self._state_of(worker) for worker in self.workers),
             len(self.late_calls),
             root and (len(root._open), frozenset(root._named), root._ended, root.complete, root._told_of_error),
-            root and tuple((slot.done, slot.complete is None, slot.link.member.name) for slot in root._asked),
+            root
+            and tuple(
+                (slot.done, slot.complete is None, slot.link.member.name) for slot in root._asked + root._invited
+            ),
         )
 
     def _state_of(self, worker: Worker) -> Hashable:

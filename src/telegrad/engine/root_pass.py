@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from telegrad.engine.service import Service
 
 _LONG = 3600.0
+_SOON = 0.002  # seconds: a reply that takes longer may be waiting for something that the root has to hear
 
 
 class RootPass(Pass):
@@ -45,6 +46,7 @@ class RootPass(Pass):
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._asked: list[Slot] = []
+        self._invited: list[Slot] = []
         self._open: list[None] = []  # one for each request without an answer; whoever adds or removes one needs no lock
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
@@ -63,7 +65,7 @@ class RootPass(Pass):
             self._open.pop()
             raise
         # First those that may answer with gradients, so that the root takes these in person.
-        self._asked.insert(len(self._asked) if type(message) is BeginPass else 0, slot)
+        (self._invited if type(message) is BeginPass else self._asked).append(slot)
         if self._waiting:  # the root will not come for this reply in person
             slot.link.expect()
 
@@ -125,6 +127,7 @@ class RootPass(Pass):
         except BaseException as error:
             self.fail(error)
         self._asked.clear()
+        self._invited.clear()
         with self._lock:
             self.complete = self.error is None
         if self.error is not None:
@@ -132,15 +135,20 @@ class RootPass(Pass):
             raise self.error
 
     def _await_replies(self) -> None:
-        """Read replies in this thread, link by link, while the I/O threads look after the other links."""
-        asked = self._asked
-        if len(asked) > 1:
-            asked = [slot for slot in asked if not slot.done]
-            for slot in asked[1:]:
-                slot.link.expect()
+        """Read replies in this thread, link by link. It does so alone as long as they come one right after the other:
+        to wake another thread for each costs more than to read it. When one does not come, perhaps because it waits for
+        what another brings, the I/O threads look after the other links."""
+        asked = self._asked + self._invited if self._invited else self._asked
+        alone = len(asked) > 1
         for slot in asked:
             if self.error is not None:
                 return
+            while alone and not slot.done:
+                if not slot.link.poll(slot, _SOON):
+                    alone = False
+                    for other in asked:
+                        if not other.done and other is not slot:
+                            other.link.expect()
             slot.deadline = self._deadline
             slot.wait()
             self._take_answer(slot)
@@ -156,7 +164,7 @@ class RootPass(Pass):
             self._news.wait(min(left, _LONG))
 
     def _too_late(self, *expired: Slot) -> RpcTimeout:
-        slots = [*expired, *[slot for slot in self._asked if slot.complete is not None]]
+        slots = [*expired, *[slot for slot in self._asked + self._invited if slot.complete is not None]]
         late = sorted({slot.link.member.name for slot in slots})
         return RpcTimeout(
             f"RPC ran for more than set timeout ({round(self._timeout * 1000)} ms): the backward pass is not complete. "

@@ -101,6 +101,28 @@ class ReplyReader:
             self._abandon(slot)
             raise
 
+    def poll(self, slot: Slot, seconds: float) -> bool:
+        """Read once, in this thread, what comes within `seconds`, for a caller that waits for `slot` among others.
+        False if nothing came, or another thread reads."""
+        with self._lock:
+            connection = self._link.current
+            if self.state == READING or connection is None:
+                return False
+            if self.state == ARMED:
+                self._io_threads.disarm(connection.stream.fileno())
+            self.state = READING
+        read: list[Slot] = []
+        came = False
+        try:
+            came = connection.stream.readable(seconds)
+            if came:
+                self._receive(connection, read)
+        finally:
+            self._stop_reading()
+            if read:
+                self._complete_in_person(read, slot)
+        return came
+
     def _abandon(self, slot: Slot) -> None:
         if not slot.done and slot.complete is None and self._pending.give_up(slot.request_id) is not None:
             slot.done = True
