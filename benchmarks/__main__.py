@@ -72,9 +72,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in options.impl:
         if name not in apis.BY_NAME:
             parser.error(f"no implementation is called {name!r}; there are: {', '.join(apis.BY_NAME)}")
-    if "ray" in options.impl and not apis.importable("ray"):
-        print("ray is not installed: left out", file=sys.stderr)
-        options.impl.remove("ray")
+    for name in apis.OPTIONAL:
+        if name in options.impl and not apis.importable(name):
+            print(f"{name} is not installed: left out", file=sys.stderr)
+            options.impl.remove(name)
     return options
 
 

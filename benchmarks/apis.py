@@ -80,8 +80,17 @@ TELEGRAD = Api(
 )
 # Ray has no distributed autograd: `benchmarks.ray_peer` offers its actor calls under the names the call cases use.
 RAY = Api("ray", "benchmarks.ray_peer", "benchmarks.ray_peer", "benchmarks.ray_peer", lambda rpc: rpc.tcp_options())
+# Monarch likewise, for its actors.
+MONARCH = Api(
+    "monarch",
+    "benchmarks.monarch_peer",
+    "benchmarks.monarch_peer",
+    "benchmarks.monarch_peer",
+    lambda rpc: rpc.tcp_options(),
+)
 
-BY_NAME = {api.name: api for api in (TORCH, TELEGRAD, TORCH_SOCKETS, RAY)}
+BY_NAME = {api.name: api for api in (TORCH, TELEGRAD, TORCH_SOCKETS, RAY, MONARCH)}
+OPTIONAL = ("ray", "monarch")  # modules that are measured where they are installed
 
 
 def worker_name(rank: int) -> str:

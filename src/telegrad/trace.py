@@ -5,7 +5,7 @@ once: `if trace.recorder is not None: trace.recorder.answered(slot)`. What is re
 times of other workers and statistics are worked out later, off the path of a call (`telegrad.observe`).
 
     ("call",  (parent, thread, message, bytes, tensors), since, end, (link, request id, what), kind of the reply's
-              frame, segments of the reply, waited for in person)
+              frame, segments of the reply, waited for by a thread)
     ("serve", [arrived, begun, returned, thread, message, segments of the request], end, session, request id, bytes,
               tensors, kind of the reply's frame)
     ("span",  parent, since, end, thread, name, category, {details})

@@ -50,7 +50,7 @@ def test_backward_from_references_that_do_not_exist(agent: Agent) -> None:
     before = threading.active_count()
     with lying_member(agent) as liar:
         for number in range(1100):
-            liar.send(RRefBackward(10_000 + number, 1, False))  # type: ignore[arg-type]
+            liar.send(RRefBackward(10_000 + number, 1, False))
         still_works()
         assert threading.active_count() < before + 20
         answers = [liar.read() for _ in range(1100)]  # all within the timeout of calls
@@ -61,7 +61,7 @@ def test_backward_from_references_that_do_not_exist(agent: Agent) -> None:
 def test_fetches_of_references_that_do_not_exist_are_bounded(agent: Agent) -> None:
     with lying_member(agent) as liar:
         for number in range(1500):
-            liar.send(RRefFetch(10_000 + number))  # type: ignore[arg-type]
+            liar.send(RRefFetch(10_000 + number))
         assert all(liar.read()[0] == FrameKind.FAILURE for _ in range(1500 - 1024))
     still_works()
 

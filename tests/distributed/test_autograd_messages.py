@@ -163,7 +163,7 @@ def corrupt(how: str) -> None:
         else:
             _tell(self, pass_, worker, MessageId(message_id + 10**6), gradients)
 
-    Service.tell = tell  # type: ignore[method-assign]
+    Service.tell = tell
 
 
 @pytest.mark.parametrize(

@@ -156,4 +156,4 @@ def keep_and_never_release(rref: Any) -> None:
     _kept.append(rref)
     from telegrad.rref import closing
 
-    closing.release_handles = lambda _: None  # type: ignore[assignment]
+    closing.release_handles = lambda _: None

@@ -78,8 +78,8 @@ class QueuedAgent:
         self.layers = Layers()
         self.layer, self.find_layer = self.layers.layer, self.layers.find
         self._post = post
-        self.layers.install(AutogradLayer(self))  # type: ignore[arg-type] # what they use of an agent is here
-        self.layers.install(EngineLayer(self))  # type: ignore[arg-type] # the same
+        self.layers.install(AutogradLayer(self))
+        self.layers.install(EngineLayer(self))
 
     # --- what the engine asks of its agent ---
 

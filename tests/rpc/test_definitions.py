@@ -48,7 +48,7 @@ def serving(serve: Callable[[Request], None], *messages: AnyMessage) -> tuple[Se
     runtime, quiet = quiet_runtime()
     serve_with(quiet, serve, PythonCall, PythonRemoteCall, RpcWithAutograd)
     session = Session(runtime, Events(), CALLER, False)
-    session.attach(Quiet(*messages))  # type: ignore[arg-type]
+    session.attach(Quiet(*messages))
     return session, quiet.io_threads.tasks
 
 

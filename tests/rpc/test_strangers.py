@@ -142,7 +142,7 @@ def member(agent: Agent, incarnation: int = 77) -> Iterator[socket.socket]:
 
 
 def frame(message: object, kind: int = FrameKind.REQUEST, **more: int) -> bytes:
-    return encode_prefix(kind, 1, 0, message, (), (), **more)  # type: ignore[arg-type]
+    return encode_prefix(kind, 1, 0, message, (), (), **more)
 
 
 NONSENSE = {

@@ -196,7 +196,7 @@ def test_any_frames_in_any_pieces(frames: list[tuple[object, bytes, int]], piece
     raw = b"".join(
         encode_prefix(
             FrameKind.NOTICE, i, 0, message, (), [SegmentSpec(extra, INLINE, 0)] * bool(extra), len(payload), extra
-        )  # type: ignore[arg-type]
+        )
         + payload
         + b"e" * extra
         for i, (message, payload, extra) in enumerate(frames)

@@ -7,6 +7,7 @@ attributes of parent packages, and names that modules imported earlier have alre
 import importlib
 import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +49,7 @@ _BINDERS = ("torch.distributed.nn", "torch.distributed.nn.api", "torch.distribut
 _KEEP_TORCH = ("torch._jit_internal", "torch.jit", "torch._C")
 
 _MISSING = object()
+_INTERNAL = "telegrad.compat.rpc.internal"
 
 
 class Replacement:
@@ -61,6 +63,7 @@ class Replacement:
         self._there: dict[int, Any] = {}
         self._back: dict[int, Any] = {}
         self._kept: list[Any] = []  # alive, so that their identity stays their own
+        self.refuse_script_modules: Callable[[], None] = lambda: None  # set once they travel
 
     def apply(self) -> None:
         """Change everything."""
@@ -152,21 +155,30 @@ _installed: list[Replacement] = []
 
 
 def install() -> None:
-    """Put Telegrad in the place of torch.distributed.rpc and what belongs to it. Once is enough; more does no harm."""
+    """Put Telegrad in the place of torch.distributed.rpc and what belongs to it. Once is enough; more does no harm.
+
+    Example:
+        import telegrad.compat
+
+        telegrad.compat.install()
+        import torch.distributed.rpc as rpc  # Telegrad's, under torch's names
+    """
     with _lock:
         if not _installed:
             replacement = Replacement()
             replacement.apply()
             _installed.append(replacement)
             stand_in.use(stand_in.TORCHS)
-            importlib.import_module("telegrad.compat.rpc.internal").send_script_modules()
+            replacement.refuse_script_modules = importlib.import_module(_INTERNAL).send_script_modules()
 
 
 def uninstall() -> None:
     """Undo `install`. A worker that is running goes on as it is."""
     with _lock:
         if _installed:
-            _installed.pop().undo()
+            replacement = _installed.pop()
+            replacement.refuse_script_modules()
+            replacement.undo()
             stand_in.use(stand_in.OURS)
 
 

@@ -64,7 +64,7 @@ def backward(
     The gradients of leaves are in `get_gradients(context_id)` on the worker where the leaf lives, never in `.grad`.
     An error on any worker ends the pass on all, and is raised here with that worker's name and traceback.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 2))
@@ -106,7 +106,7 @@ def backward_async(
 ) -> Future[None]:
     """Like `backward`, but returns a Future at once, which can be waited for or awaited.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 2))

@@ -64,9 +64,9 @@ class RootPass(Pass):
         except BaseException:
             self._open.pop()
             raise
-        # First those that may answer with gradients, so that the root takes these in person.
+        # First those that may answer with gradients, so that the root reads these itself.
         (self._invited if type(message) is BeginPass else self._asked).append(slot)
-        if self._waiting:  # the root will not come for this reply in person
+        if self._waiting:  # the root will not come for this reply itself
             slot.link.expect()
 
     def _take_answer(self, slot: Slot) -> None:

@@ -221,7 +221,7 @@ class RemoteModule(_RemoteModule):
     `worker`, `worker/device`, `rank:0/device`, or a bare device of this worker. Calls record gradients in the current
     context, as any call does. It can be sent to other workers in the arguments and results of calls.
 
-    Example:
+    Examples:
         >>> layer = RemoteModule("worker1", torch.nn.Linear, args=(3, 2))
         >>> with torch.no_grad():
         ...     layer(torch.ones(1, 3)).shape

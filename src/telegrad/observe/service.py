@@ -27,7 +27,7 @@ from telegrad.errors import ProtocolError, TelegradError
 from telegrad.ids import generation_of
 from telegrad.observe.metrics import Metrics
 from telegrad.observe.timeline.events import AnyEvent, Batch, Call, encode, readable, thread_names
-from telegrad.observe.timeline.kernels import Kernels, can_record
+from telegrad.observe.timeline.kernels import Kernel, Kernels, can_record
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request
@@ -48,9 +48,10 @@ class Observation(Layer):
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.metrics = Metrics(agent)
+        self.since = time.monotonic()
         self.recent: list[tuple[float, str, str]] = []  # when (of the wall clock), what kind, in words
         self._lock = threading.Lock()
-        self._watchers: dict[str, list[AnyEvent]] = {}
+        self._watchers: dict[str, list[trace.Event | Kernel]] = {}  # events as they were recorded, for each
         self._lost: dict[str, int] = {}
         self._asked_by: dict[str, int] = {}  # the incarnations of those who watch from elsewhere
         self._threads: dict[int, str] = {}
@@ -129,13 +130,15 @@ class Observation(Layer):
             recorder = trace.recorder
             if recorder is None:
                 return
-            events = readable(recorder.drain())
+            events = recorder.drain()
             self._threads.update(thread_names())
             lost, recorder.lost = recorder.lost, 0
-            if any(watcher.startswith(LIVE) for watcher in self._watchers):
-                self.metrics.count(events, lost)
+            counts = any(watcher.startswith(LIVE) for watcher in self._watchers)
+            read = readable(events) if counts or LOG in self._watchers else []
+            if counts:
+                self.metrics.count(read, lost)
             if LOG in self._watchers:
-                self._log(events)
+                self._log(read)
             for watcher, kept in self._watchers.items():
                 if watcher.startswith((LIVE, LOG)):
                     continue
@@ -150,15 +153,20 @@ class Observation(Layer):
                 took, end = (event.end - event.since) * 1e3, "returned" if event.ok else "failed"
                 calls.debug("%s: %s %s after %.3f ms, %d bytes sent", name, event.what, end, took, event.size)
 
-    def collect(self, watcher: str) -> Batch:
-        """The events since that watcher's last time."""
+    def take(self, watcher: str) -> tuple[list[trace.Event | Kernel], dict[int, str], int]:
+        """The events since that watcher's last time, as they were recorded; the names of threads; how many are lost."""
         self.drain()
         with self._lock:
             events = self._watchers.get(watcher, [])
             if watcher in self._watchers:
                 self._watchers[watcher] = []
-            lost = self._lost.pop(watcher, 0)
-            return Batch(time.monotonic(), self.agent.member.incarnation, events, dict(self._threads), lost)
+            return events, dict(self._threads), self._lost.pop(watcher, 0)
+
+    def collect(self, watcher: str) -> Batch:
+        """The same for one who watches from elsewhere."""
+        events, threads, lost = self.take(watcher)
+        read = readable(events)
+        return Batch(self.agent.member.incarnation, len(read), encode(read), threads, lost)
 
     # --- what happened ---
 
@@ -167,6 +175,10 @@ class Observation(Layer):
         self.recent = [*self.recent[-_RECENT + 1 :], (time.time(), kind, text)]
         if trace.recorder is not None:
             trace.recorder.mark(text, kind)
+
+    def whereabouts(self, member: Member, link: int, request_id: int, seconds: float) -> str:
+        """Where a request is that took too long."""
+        return str(_load("whereabouts").ask_whereabouts(self.agent, member, link, request_id, seconds))
 
     def on_news(self, members: Sequence[Member]) -> Sequence[Member]:
         """Records were read: a worker that was known in an earlier incarnation has come back."""
@@ -198,6 +210,7 @@ class Observation(Layer):
             "collect": lambda: self.collect(data.decode()),
             "snapshot": lambda: _load("snapshot").snapshot(self),
             "threads": lambda: _load("threads").activities(self.agent),
+            "whereabouts": lambda: _load("whereabouts").whereabouts(self.agent, data),
             "members": self.agent.directory.members,
             "profile a pass": lambda: _load("profiling.remote").profile_pass(self.agent, data),
             "the profile of a pass": lambda: _load("profiling.remote").profiled_pass(self.agent, data),

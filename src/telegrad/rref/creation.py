@@ -81,7 +81,7 @@ class Creation:
 
 
 class Deadlines:
-    """Minds the deadlines of creations with one entry at the timer, the earliest."""
+    """Watches the deadlines of creations with one entry at the timer, the earliest."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -89,7 +89,7 @@ class Deadlines:
         self._next = float("inf")
 
     def add(self, creation: Creation) -> None:
-        """Mind one more."""
+        """Watch one more."""
         key = id(creation)
         self._open[key] = creation
         creation.outcome.when_done(partial(self._forget, key))

@@ -38,7 +38,7 @@ class RRef(Generic[T]):
     `RRef(value)` makes this worker the owner; `remote` makes another one the owner of what a function returns there. A
     reference can be sent to any worker, in arguments and results. The value is kept while anyone has a reference to it.
 
-    Example:
+    Examples:
         >>> words = rpc.remote("worker1", list, ("abc",))
         >>> words.rpc_sync().index("c"), words.to_here(), words.owner_name()
         (2, ['a', 'b', 'c'], 'worker1')
@@ -238,7 +238,7 @@ def remote(
 
     What `func` raises is raised by `to_here`, on whichever worker.
 
-    Example:
+    Examples:
         >>> words = rpc.remote("worker1", list, ("abc",))
         >>> words.to_here()
         ['a', 'b', 'c']

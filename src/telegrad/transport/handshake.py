@@ -38,8 +38,8 @@ REFUSED = 1
 
 
 class Refused(AuthenticationError):
-    """A listener that proved itself does not want this caller: it leaves, is another incarnation, or holds the caller
-    for dead. A caller without the secret never gets so far: the listener's own proof fails first."""
+    """A listener that proved itself does not want this caller: it leaves, is another incarnation, or considers the
+    caller dead. A caller without the secret never gets so far: the listener's own proof fails first."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -83,29 +83,40 @@ AnyEvent = Call | Served | Span | Mark | Kernel
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """What a worker recorded since it was last asked."""
+    """What a worker recorded since it was last asked. The events are read at the end: the job runs meanwhile."""
 
-    clock: float
     incarnation: int
-    events: list[AnyEvent]
+    count: int
+    events: bytes  # encoded
     threads: dict[int, str]
     lost: int
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode_batch = msgspec.msgpack.Decoder(Batch).decode
+decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
 
 
-def readable(raw: Iterable[trace.Event]) -> list[AnyEvent]:
+def readable(raw: Iterable[trace.Event | Kernel]) -> list[AnyEvent]:
     """What the recorder holds, as records; the collecting itself is left out."""
     events: list[AnyEvent] = []
+    texts: dict[Any, str] = {}  # what was called, by link and the number that stands for the function there
     for event in raw:
+        if isinstance(event, Kernel):
+            events.append(event)
+            continue
         kind = event[0]
         if kind == "call":
             _, asked, since, end, (link, number, what), reply, came, in_person = event
             parent, thread, message, size, count = asked
             if type(message) not in _NOT_SHOWN:
                 name, context, message_id = describe(message)
+                of = (link, message.function) if name == "PythonCall" and context < 0 and message.function else None
+                text = texts.get(of)
+                if text is None:
+                    text = what if type(what) is str else what()
+                    if of is not None:
+                        texts[of] = text
                 events.append(
                     Call(
                         _key(parent),
@@ -115,7 +126,7 @@ def readable(raw: Iterable[trace.Event]) -> list[AnyEvent]:
                         link.member.worker_id,
                         link.number,
                         number,
-                        what if type(what) is str else what(),
+                        text,
                         name,
                         context,
                         message_id,

@@ -22,7 +22,7 @@ from telegrad.observe.asking import ask, ask_all
 from telegrad.observe.service import clock, observation_of
 from telegrad.observe.timeline.chrome import Track, build
 from telegrad.observe.timeline.clocks import Ping
-from telegrad.observe.timeline.events import AnyEvent, Batch, decode_batch
+from telegrad.observe.timeline.events import AnyEvent, decode_batch, decode_events, readable
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.workers import Member
@@ -39,10 +39,17 @@ class _Collected(msgspec.Struct):
     """What one incarnation of a worker has told."""
 
     member: Member
-    events: list[AnyEvent] = msgspec.field(default_factory=list)
+    # Read at the end, so that the job is not held up: of others as they came, of this worker as they were recorded.
+    batches: list[bytes] = msgspec.field(default_factory=list)
+    own: list[Any] = msgspec.field(default_factory=list)
+    count: int = 0
     threads: dict[int, str] = {}
     pings: list[Ping] = []
     lost: int = 0
+
+    def events(self) -> list[AnyEvent]:
+        """All of them."""
+        return [event for batch in self.batches for event in decode_events(batch)] + readable(self.own)
 
 
 class Recording:
@@ -80,13 +87,13 @@ class Recording:
 
     def collected(self, worker: str) -> int:
         """How many events of a worker are here already, and cannot be lost with it."""
-        return sum(len(c.events) for c in self._found.values() if c.member.name == worker)
+        return sum(c.count for c in self._found.values() if c.member.name == worker)
 
     def write(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Write what was collected; returns it as well."""
         tracks = [
             Track(
-                int(c.member.worker_id), c.member.incarnation, c.member.name, c.member.pid, c.events, c.threads
+                int(c.member.worker_id), c.member.incarnation, c.member.name, c.member.pid, c.events(), c.threads
             )._replace(pings=c.pings, lost=c.lost)
             for c in sorted(self._found.values(), key=lambda c: c.member.worker_id)
         ]
@@ -140,18 +147,25 @@ class Recording:
         agent = self._agent
         with self._lock:
             others = [c.member for c in self._found.values() if c.member.incarnation != agent.member.incarnation]
-            self._take(observation_of(agent).collect(self._watcher))
+            events, threads, lost = observation_of(agent).take(self._watcher)
+            own = self._found[agent.member.incarnation]
+            if self._take(own, len(events), threads, lost):
+                own.own.extend(events)
             for data in ask_all(agent, others, "collect", self._watcher.encode()).values():
                 if data is not None:
-                    self._take(decode_batch(data))
+                    batch = decode_batch(data)
+                    collected = self._found[batch.incarnation]
+                    if self._take(collected, batch.count, batch.threads, batch.lost):
+                        collected.batches.append(batch.events)
 
-    def _take(self, batch: Batch) -> None:
-        collected = self._found[batch.incarnation]
-        room = max(0, _MOST_EVENTS - self._total)
-        collected.events.extend(batch.events[:room])
-        collected.lost += batch.lost + max(0, len(batch.events) - room)
-        collected.threads = {**collected.threads, **batch.threads}
-        self._total += len(batch.events)
+    def _take(self, collected: _Collected, count: int, threads: dict[int, str], lost: int) -> bool:
+        """Note that events came; whether there is room for them."""
+        fits = self._total + count <= _MOST_EVENTS
+        collected.count += count if fits else 0
+        collected.lost += lost if fits else lost + count
+        collected.threads = {**collected.threads, **threads}
+        self._total += count
+        return fits
 
 
 @contextlib.contextmanager
@@ -166,6 +180,11 @@ def record(path: str | os.PathLike[str], *, kernels: bool = True) -> Iterator[Re
         path: of the file.
         kernels: whether what the GPUs do is recorded as well, for the first minute. torch has one profiler of CUDA in a
             process: False leaves it to the program.
+
+    Example:
+        >>> with telegrad.observe.record("step.json"):
+        ...     rpc.rpc_sync("worker1", abs, (-1,))
+        1
     """
     recording = Recording(require_agent(), kernels)
     recording.start()

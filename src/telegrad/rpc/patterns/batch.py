@@ -70,7 +70,7 @@ class Batch:
 def batch(timeout: float = UNSET_RPC_TIMEOUT) -> Batch:
     """Send many small calls in one message to each worker, when the block ends.
 
-    Example:
+    Examples:
         >>> with rpc.batch() as batch:
         ...     futures = [batch.rpc_async("worker1", abs, (-n,)) for n in range(3)]
         >>> [future.wait() for future in futures]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from telegrad.errors import AuthenticationError, ProtocolError, WorkerDied
-from telegrad.rpc.client.link import Dialled, Unanswered
+from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.peers.accept import Acceptor, Caller
 from telegrad.rpc.peers.dial import dial, main_fingerprint
 from telegrad.rpc.peers.heartbeat import REDIAL_SECONDS, cannot_answer
@@ -113,7 +113,7 @@ class Connector:
         if peers.has_lost(hello.incarnation):
             # What it had asked has been forgotten with it: to take it back could run a request twice.
             raise AuthenticationError(
-                f"worker {me.name!r} holds {hello.name!r} for dead, after it closed or was silent for too long; "
+                f"worker {me.name!r} considers {hello.name!r} dead: its connection closed, or it was silent too long; "
                 "start it again"
             )
         known = self._directory.by_id(hello.worker_id)

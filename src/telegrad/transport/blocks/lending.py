@@ -54,7 +54,7 @@ class Lender:
             return self._lent_bytes
 
     def take(self, nbytes: int) -> Block:
-        """A block of at least `nbytes`, lent from now on. Raises OSError where there is no shared memory to be had."""
+        """A block of at least `nbytes`, lent from now on. Raises OSError where there is no shared memory."""
         size = block_size(nbytes)
         with self._lock:
             self._note_let_go()
@@ -167,7 +167,8 @@ class Lender:
         if not self.untold:
             return ()
         with self._lock:
-            numbers, self.untold = tuple(self.untold), []
+            numbers = tuple(self.untold)
+            self.untold.clear()
         return numbers
 
     def close(self) -> None:
