@@ -268,6 +268,8 @@ class Service(Layer):
         message = request.message
         assert type(message) is TooLateForPass
         context = self.registry.get(message.metadata.context_id)
+        if context is not None:
+            self.check(context, message.metadata.message_id, request.caller.worker_id, None)
         if context is not None and context.came_too_late(message.metadata.message_id, message.pass_id):
             pass_ = context.latest
             if pass_ is not None and pass_.pass_id == message.pass_id:
