@@ -138,15 +138,24 @@ class Connection:
         """Write, after what was held back. TimeoutError at the deadline, also if another thread is still writing."""
         if not self._write_lock.acquire(False):
             self._wait_to_write(deadline)
-        held: list[bytes] = []
-        memory = self.memory
         try:
-            if self.outbox or memory.released or memory.retired or memory.devices is not None:
-                notices = [encode_prefix(FrameKind.NOTICE, 0, 0, notice) for notice in memory.notices()]
-                # After what was held back: that may name a block which is free since it was encoded.
-                held = [*self._drain_outbox(), *notices]
-                small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
-                buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
+            memory = self.memory
+            if self.outbox or memory.released or memory.retired or memory.devices is not None or order.active:
+                self._write_with_held(buffers, deadline)
+            else:
+                self.stream.send(buffers, deadline, self.on_blocked)
+        finally:
+            self._write_lock.release()
+
+    def _write_with_held(self, buffers: list[Any], deadline: float | None) -> None:
+        """Under the lock: write, after what was held back and what is to be told about blocks."""
+        notices = [encode_prefix(FrameKind.NOTICE, 0, 0, notice) for notice in self.memory.notices()]
+        # After what was held back: that may name a block which is free since it was encoded.
+        held = [*self._drain_outbox(), *notices]
+        if held:
+            small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
+            buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
+        try:
             if order.active and any(type(buffer) is host.DeviceBytes for buffer in buffers):
                 self._write_chunks(buffers, deadline)
             else:
@@ -155,8 +164,6 @@ class Connection:
             if not self.stream.broken:
                 self.outbox.extendleft(reversed(held))  # nothing was written: they wait for the next write
             raise
-        finally:
-            self._write_lock.release()
 
     def _write_chunks(self, buffers: list[Any], deadline: float | None) -> None:
         """Write buffers some of which are on the GPU and come from there in chunks."""

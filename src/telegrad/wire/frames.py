@@ -94,10 +94,11 @@ class Frame(msgspec.Struct, eq=False):
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""
         if not self.tensors:
             return []
-        data, buffers = self.data, self.buffers
-        self.data, self.buffers = None, ()
+        data = self.data
+        self.data = None
         if data is not None and not self.segments:
             return rebuild_small(self.tensors, data, self.data_offset)
+        buffers, self.buffers = self.buffers, ()
         return rebuild(self.tensors, buffers)
 
     def __repr__(self) -> str:

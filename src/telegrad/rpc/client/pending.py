@@ -86,11 +86,13 @@ class Pending:
         """
         slots = self.slots
         with self._lock:
-            slot.request_id = self._last = number = self._last + 1
-            if not slots and not self.given_up:
-                self._lowest = number  # all before it were answered
-            slots[number] = slot
-            lowest = self._lowest if self._lowest in slots else self._advance()
+            slot.request_id = self._last = lowest = self._last + 1
+            if slots or self.given_up:
+                slots[lowest] = slot
+                lowest = self._lowest if self._lowest in slots else self._advance()
+            else:  # all before it were answered
+                slots[lowest] = slot
+                self._lowest = lowest
             if slot.complete is None or slot.deadline >= self._next_deadline:
                 return lowest, False
             self._next_deadline = slot.deadline

@@ -310,7 +310,9 @@ class ReplyReader:
         named, or their replies would pile up at the worker."""
         received, self._received = self._received, []
         lowest = self._pending.lowest()
-        named = array.array("Q", [request_id for request_id in received if request_id >= lowest])
+        named = array.array("Q")
+        if received and max(received) >= lowest:
+            named.extend([request_id for request_id in received if request_id >= lowest])
         try:
             connection.send(NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
             self._runtime.delayed_flush.within(LAZY, connection)

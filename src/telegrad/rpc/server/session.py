@@ -129,15 +129,15 @@ class Session(Answers):
                 turn.give_up()
                 return
             try:
-                # Looked at before it is read: usually nothing is there yet, and reading would raise that.
-                if not connection.stream.readable(0):
+                if (self._holds or self._deferred) and not connection.stream.readable(0):
                     if self._holds:
                         self._flush(connection)
                     if self._deferred:
                         self.serve_deferred()
-                    if not self._spinner.wait(connection.stream.readable, self._io_threads, 1):
-                        turn.give_up()
-                        return
+                # Looked at before it is read: usually nothing is there yet, and reading would raise that.
+                if not self._spinner.wait(connection.stream.readable, self._io_threads, 1):
+                    turn.give_up()
+                    return
                 frames = connection.receive()
             except (OSError, ValueError):
                 frames = None

@@ -28,33 +28,36 @@ _PARAMETER = int(Flag.PARAMETER)
 
 def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] | None:
     """Specs and a copy of all bytes, if these are few, contiguous, on the CPU, and no two tensors share memory."""
-    specs: list[TensorSpec] = []
-    pieces: list[bytes] = []
-    left = MOST_BYTES
     try:
+        if len(tensors) == 1:
+            found = _describe(tensors[0])
+            return None if found is None else ([found[0]], found[1])
+        specs: list[TensorSpec] = []
+        data = b""
         for tensor in tensors:
-            if tensor.layout is not strided or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+            found = _describe(tensor)
+            if found is None:
                 return None
-            # The shape of a nested tensor cannot be asked for, so such a one ends here.
-            form = _small_form(type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad)
-            address = tensor.data_ptr()
-            if form is None or not address:
-                return None
-            spec, nbytes, padding = form
-            left -= nbytes
-            if left < 0:
-                return None
+            spec, raw, padding = found
             specs.append(spec)
-            pieces.append(string_at(address, nbytes))
-            if padding:
-                pieces.append(padding)
+            data += raw + padding
+            if len(data) > MOST_BYTES:
+                return None
     except RuntimeError:
         return None  # torch refused to show this tensor's memory; the general way tells why
-    if len(specs) == 1:
-        return specs, pieces[0]
     if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(specs):
         return None
-    return specs, b"".join(pieces)
+    return specs, data
+
+
+def _describe(tensor: Tensor) -> tuple[TensorSpec, bytes, bytes] | None:
+    """The spec and the bytes of one tensor, and what goes between it and the next."""
+    if tensor.layout is not strided or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+        return None
+    # The shape of a nested tensor cannot be asked for, so such a one ends here.
+    form = _small_form(type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad)
+    address = tensor.data_ptr()
+    return (form[0], string_at(address, form[1]), form[2]) if form is not None and address else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -86,7 +89,9 @@ def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[T
             tensor.resize_(shape)  # same size: only the shape changes
         if flags == _REQUIRES_GRAD:
             tensor.requires_grad_()
-        tensors.append(finish(tensor, flags) if flags & _PARAMETER else tensor)
+        elif flags:
+            tensor = finish(tensor, flags)
+        tensors.append(tensor)
         offset += taken
     return tensors
 
