@@ -67,7 +67,7 @@ def _worker(rank: int, meeting: str, answers: Any) -> None:
     from telegrad import autograd, rpc
     from telegrad.rpc.threads import spin
 
-    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)  # type: ignore[method-assign]
+    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)
     rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting)
     )
@@ -98,25 +98,58 @@ def _switch(on: bool) -> None:
     _counter.on = on
 
 
+def _calling(rank: int, meeting: str, answers: Any, function: Any, before: Any) -> None:
+    """The same for plain calls of `function`, after `before` has run on both workers."""
+    _counter.install()
+    from telegrad import rpc
+    from telegrad.rpc.threads import spin
+
+    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)
+    options = rpc.RpcBackendOptions(init_method=meeting)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if before is not None:
+        before()
+    if rank == 0:
+        for _ in range(_WARM_UP):
+            rpc.rpc_sync("worker1", function)
+        rpc.rpc_sync("worker1", _switch, args=(True,))
+        _switch(True)
+        for _ in range(STEPS):
+            rpc.rpc_sync("worker1", function)
+        _switch(False)
+        answers.put((0, _counter.per_step(STEPS)))
+        rpc.rpc_sync("worker1", _switch, args=(False,))
+    rpc.shutdown()
+    if rank == 1:
+        answers.put((1, _counter.per_step(STEPS)))
+
+
 def measure() -> tuple[Count, Count]:
     """Bytecodes of each function for one step, on the root and on its peer."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _both(_worker, Path(folder))
+
+
+def count_calls(folder: Path, function: Any, before: Any = None) -> tuple[Count, Count]:
+    """The same for one call of `function`, on the caller and on its peer."""
+    return _both(_calling, folder, function, before)
+
+
+def _both(target: Any, folder: Path, *more: Any) -> tuple[Count, Count]:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            context.Process(target=_worker, args=(rank, Path(folder, "meeting").as_uri(), answers), daemon=True)
-            for rank in range(2)
-        ]
+    meeting = Path(folder, "meeting").as_uri()
+    workers = [context.Process(target=target, args=(rank, meeting, answers, *more), daemon=True) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        found = dict([answers.get(timeout=_DEADLINE) for _ in workers])
         for worker in workers:
-            worker.start()
-        try:
-            found = dict([answers.get(timeout=_DEADLINE) for _ in workers])
-            for worker in workers:
-                worker.join(_DEADLINE)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
+            worker.join(_DEADLINE)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
     return found[0], found[1]
 
 
@@ -124,7 +157,7 @@ def by_layer(count: Count) -> Count:
     """The same by folder of `src/telegrad`."""
     layers: Counter[str] = Counter()
     for name, number in count.items():
-        layers[name.partition(":")[0].partition("/")[0]] += number  # type: ignore[assignment] # a Counter of floats
+        layers[name.partition(":")[0].partition("/")[0]] += number  # a Counter of floats
     return dict(layers.most_common())
 
 

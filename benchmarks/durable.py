@@ -112,7 +112,7 @@ def main() -> None:
         next(steps)
         back = run.returns[-1]
         print(f"  return         {back.seconds * 1e3:7.0f} ms after the worker was back, to {back.to_step} steps")
-        steps.close()  # type: ignore[attr-defined] # a generator
+        steps.close()  # a generator
         run.close()
 
 

@@ -30,7 +30,7 @@ class Shard:
         self.table = nn.Embedding(rows, WIDTH, sparse=True)
 
     def look_up(self, rows: Tensor) -> Tensor:
-        return self.table(rows)  # type: ignore[no-any-return]
+        return self.table(rows)  # type: ignore[no-any-return] # a module's call has no type in torch
 
     def weight(self) -> rpc.RRef[Tensor]:
         return rpc.RRef(self.table.weight)

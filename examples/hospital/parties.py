@@ -57,7 +57,7 @@ class Protect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         """What is returned instead."""
-        clip, noise, on_backward = ctx.settings  # type: ignore[attr-defined]
+        clip, noise, on_backward = ctx.settings  # type: ignore[attr-defined] # kept in forward
         (gradient,) = gradients
         return blur(gradient, clip, noise) if on_backward else gradient, None, None, None
 

@@ -123,7 +123,7 @@ class DurableError(TelegradError):
 
 
 class NotRestored(DurableError, WorkerDied):
-    """A durable value is not to be had now: its owner was started again, or is returning to an earlier state.
+    """A durable value is not available now: its owner was started again, or is returning to an earlier state.
 
     Whoever starts a step again does so for this as well; inside `run.step()` that happens by itself."""
 

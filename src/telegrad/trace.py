@@ -4,16 +4,16 @@
 once: `if trace.recorder is not None: trace.recorder.answered(slot)`. What is recorded is only appended here; names,
 times of other workers and statistics are worked out later, off the path of a call (`telegrad.observe`).
 
-    ("call",  parent, since, end, thread, worker id, link, request id, what, message, bytes, tensors, ok,
-              waited for in person)
-    ("serve", arrived, begun, returned, end, thread, caller's incarnation, link, request id, message, bytes, tensors,
-              ok)
+    ("call",  (parent, thread, message, bytes, tensors), since, end, (link, request id, what), kind of the reply's
+              frame, segments of the reply, waited for by a thread)
+    ("serve", [arrived, begun, returned, thread, message, segments of the request], end, session, request id, bytes,
+              tensors, kind of the reply's frame)
     ("span",  parent, since, end, thread, name, category, {details})
     ("mark",  when, thread, name, category, {details})
 
-Times are those of `time.monotonic`; bytes and tensors are what this worker sent, with the request or with the reply. A
-parent is the request whose code was running. A request is named by the incarnation of its caller, the link and its
-number there; of its own calls a worker notes the last two.
+Times are those of `time.monotonic`; bytes and tensors are what this worker sent, with the request or with the reply;
+segments say how the tensors came that it received. A parent is the request whose code was running, by its session and
+number there. Nothing here keeps a payload or the memory of a tensor.
 """
 
 import threading
@@ -26,7 +26,7 @@ from typing import Any
 CAPACITY = 100_000  # events that wait to be collected; about 30 MB
 
 Event = tuple[Any, ...]
-Key = tuple[int, int, int]  # a request: its caller's incarnation, link and number
+Key = tuple[Any, int]  # a request that is served: its session, and its number there
 
 # The request whose code runs, in this thread or coroutine; known only while recording.
 current: ContextVar[Key | None] = ContextVar("telegrad_request", default=None)
@@ -34,6 +34,17 @@ recorder: "Recorder | None" = None
 _REQUEST, _REPLY = 1, 2  # kinds of frames, as in `wire/frames.py`, a layer above
 now = _now = time.monotonic
 _thread = threading.get_ident
+_current, _set_current, _reset_current = current.get, current.set, current.reset
+
+
+class _NoReply:
+    """Stands for the reply of a request that has none."""
+
+    kind = 0
+    segments = ()
+
+
+_NO_REPLY = _NoReply()
 
 
 class Recorder:
@@ -43,7 +54,6 @@ class Recorder:
         self.lost = 0  # events there was no room for
         self._capacity = capacity
         self._events: deque[Event] = deque()
-        self._arrived: dict[Key, float] = {}
         self._running: dict[Key, list[Any]] = {}
 
     def __len__(self) -> int:
@@ -65,7 +75,8 @@ class Recorder:
 
     def asked(self, slot: Any, message: Any, payload: Any, tensors: Any, memory: Any) -> None:
         """A request is about to be sent."""
-        slot.seen = (current.get(), _thread(), message, len(payload) + _size(memory), len(tensors))
+        size = len(payload) + _size(memory) if memory else len(payload)
+        slot.seen = (_current(), _thread(), message, size, len(tensors))
 
     def answered(self, slot: Any) -> None:
         """A request has its reply, or its error."""
@@ -73,11 +84,13 @@ class Recorder:
         if seen is None:  # it was asked before the recording began
             return
         slot.seen = None
-        parent, thread, message, size, count = seen
-        frame, link = slot.frame, slot.link
-        to, ok = link.member.worker_id, frame is not None and frame.kind == _REPLY
-        request = (link.number, slot.request_id, slot.subject, message)
-        self.add(("call", parent, slot.since, _now(), thread, to, *request, size, count, ok, slot.complete is None))
+        frame = slot.frame or _NO_REPLY
+        events, request = self._events, (slot.link, slot.request_id, slot.subject)
+        if len(events) < self._capacity:
+            in_person = slot.complete is None
+            events.append(("call", seen, slot.since, _now(), request, frame.kind, frame.segments, in_person))
+        else:
+            self.lost += 1
 
     def waited(self, wait: Callable[[], None], slot: Any) -> None:
         """Wait for the reply of a request that was asked before."""
@@ -89,49 +102,48 @@ class Recorder:
 
     # --- the side that serves ---
 
-    def arrived(self, session: Any, frames: Any) -> None:
-        """Requests were read; others may have to be served first."""
+    def arrived(self, frames: Any) -> None:
+        """Messages were read; others may have to be served first."""
         when = _now()
-        if len(self._arrived) < self._capacity:
-            for frame in frames:
-                if frame.kind == _REQUEST:
-                    self._arrived[session.member.incarnation, session.number, frame.request_id] = when
-
-    def takes(self, request: Any) -> bool:
-        """Whether a request is not being recorded yet. A wrapped one is served twice: as it came, and unwrapped."""
-        session, frame = request.session, request.frame
-        key = (session.member.incarnation, session.number, frame.request_id)
-        return frame.kind == _REQUEST and current.get() != key
+        for frame in frames:
+            if frame.kind == _REQUEST:
+                frame.read_at = when
 
     def serve(self, request: Any, serve: Callable[[Any], None]) -> None:
-        """Serve a request. It is recorded when it is answered."""
-        session, frame = request.session, request.frame
-        key = (session.member.incarnation, session.number, frame.request_id)
-        begun = _now()
-        running = self._running[key] = [self._arrived.pop(key, begun), begun, 0.0, _thread(), frame.message]
-        token = current.set(key)
+        """Serve a request. It is recorded when it is answered, once: a wrapped one is served twice."""
+        frame = request.frame
+        key = (request.session, frame.request_id)
+        running = self._running[key] = [frame.read_at, _now(), 0.0, _thread(), frame.message, frame.segments]
+        frame.read_at = 0.0
+        token = _set_current(key)
         try:
             serve(request)
         finally:
-            current.reset(token)
+            _reset_current(token)
             running[2] = _now()  # it may be answered later: a coroutine, or a part in a backward pass
 
     def replied(self, session: Any, request_id: int, kind: int, content: Sequence[Any]) -> None:
         """A request was answered, by whichever thread; with a message, and perhaps a payload, tensors and memory."""
-        key = (session.member.incarnation, session.number, request_id)
-        running = self._running.pop(key, None)
-        if running is not None:
-            arrived, begun, returned, thread, message = running
-            payload, tensors, memory = (*content[1:], b"", (), b"")[:3] if len(content) > 1 else (b"", (), b"")
-            end, size = _now(), len(payload) + _size(memory)
-            times = (arrived, begun, returned or end, end)
-            self.add(("serve", *times, thread, *key, message, size, len(tensors), kind == _REPLY))
+        running = self._running.pop((session, request_id), None)
+        if running is None:
+            return
+        size = count = 0
+        if len(content) > 1:
+            size = len(content[1])
+            if len(content) > 3 and content[3]:
+                size += _size(content[3])
+                count = len(content[2])
+        events = self._events
+        if len(events) < self._capacity:
+            events.append(("serve", running, _now(), session, request_id, size, count, kind))
+        else:
+            self.lost += 1
 
     # --- anything else ---
 
     def span(self, name: str, category: str, since: float, **details: Any) -> None:
         """Something went on since `since` in this thread, until now."""
-        self.add(("span", current.get(), since, _now(), _thread(), name, category, details))
+        self.add(("span", _current(), since, _now(), _thread(), name, category, details))
 
     def timed(self, name: str, category: str, function: Callable[[], Any]) -> Any:
         """Run `function` as a span."""

@@ -37,7 +37,7 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_the_secret_comes_from(
     options: dict[str, object], store: str | None, is_here: bool, source: Source
 ) -> None:
-    trust = trust_for(RpcBackendOptions(**options), store, is_here)  # type: ignore[arg-type]
+    trust = trust_for(RpcBackendOptions(**options), store, is_here)
     assert trust.secret.source is source
     assert bool(trust.published) == (source is Source.PUBLISHED)
 
@@ -47,7 +47,7 @@ def test_where_the_secret_comes_from(
 )
 def test_without_a_secret_it_stays_on_the_host(options: dict[str, object], store: str | None) -> None:
     with pytest.raises(AuthenticationError, match=r"several hosts.*TELEGRAD_SECRET.*insecure=True"):
-        trust_for(RpcBackendOptions(**options), store, False)  # type: ignore[arg-type]
+        trust_for(RpcBackendOptions(**options), store, False)
 
 
 def test_init_rpc_refuses() -> None:

@@ -220,18 +220,18 @@ def _bombs() -> list[tuple[Any, bytes]]:
     bomb = b"\x05" + pickle.dumps(_Bomb())
     named = definition_of("forward")
     return [
-        (PythonCall(0, b"", 1.0), b"\x05" + pickle.dumps((_Bomb(), (), {}))),
-        (PythonCall(0, b"", 1.0), bomb),
-        (PythonCall(1, bomb, 1.0), EMPTY_CALL.payload),
-        (PythonCall(2, pack(os.getpid).payload, 1.0), EMPTY_CALL.payload),
-        (PythonCall(3, named, 1.0), bomb),
-        (PythonRemoteCall((5 << 48) + 1, (5 << 48) + 2, 3, named, 1.0), bomb),  # type: ignore[arg-type]
-        (PythonRemoteCall((5 << 48) + 1, (5 << 48) + 2, 0, bomb, 1.0), bomb),  # type: ignore[arg-type]
-        (RRefFetch((1 << 48) + 1, 1.0), b""),  # type: ignore[arg-type] # of another worker
-        (RRefForkRequest(1, 2, 3), b""),  # type: ignore[arg-type]
-        (RRefBackward((5 << 48) + 1, 7, False), b""),  # type: ignore[arg-type]
-        (BeginPass(7, 1, 5, False, ()), b""),  # type: ignore[arg-type]
-        (PropagateGradients(AutogradMetadata(7, 8), 1, 5, False, (), ()), b""),  # type: ignore[arg-type]
+        (PythonCall(0, b""), b"\x05" + pickle.dumps((_Bomb(), (), {}))),
+        (PythonCall(0, b""), bomb),
+        (PythonCall(1, bomb), EMPTY_CALL.payload),
+        (PythonCall(2, pack(os.getpid).payload), EMPTY_CALL.payload),
+        (PythonCall(3, named), bomb),
+        (PythonRemoteCall((5 << 48) + 1, (5 << 48) + 2, 3, named), bomb),
+        (PythonRemoteCall((5 << 48) + 1, (5 << 48) + 2, 0, bomb), bomb),
+        (RRefFetch((1 << 48) + 1), b""),  # of another worker
+        (RRefForkRequest(1, 2, 3), b""),
+        (RRefBackward((5 << 48) + 1, 7, False), b""),
+        (BeginPass(7, 1, 5, False, ()), b""),
+        (PropagateGradients(AutogradMetadata(7, 8), 1, 5, False, (), ()), b""),
         (DebugWaits(), b""),
     ]
 
@@ -322,10 +322,10 @@ def test_mutated_plain_data(source: random.Random) -> None:
 def test_the_fields_of_a_dataclass_are_checked() -> None:
     raw, tensors = plain.encode(Batch(1, torch.zeros(2)))
     assert plain.decode(raw, tensors).number == 1
-    forged, _ = plain.encode(Batch("no number", torch.zeros(2)))  # type: ignore[arg-type]
+    forged, _ = plain.encode(Batch("no number", torch.zeros(2)))
     with pytest.raises(ProtocolError, match="number"):
         plain.decode(forged, tensors)
-    forged, _ = plain.encode(Batch(1, "no tensor"))  # type: ignore[arg-type]
+    forged, _ = plain.encode(Batch(1, "no tensor"))
     with pytest.raises(ProtocolError, match="rows"):
         plain.decode(forged, tensors)
 

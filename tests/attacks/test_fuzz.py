@@ -148,7 +148,7 @@ class Attacker:
         with self.dial("honest", 6) as sock:
             sock.settimeout(10)
             sock.sendall(
-                encode_prefix(FrameKind.REQUEST, 1, 0, PythonCall(1, definition_of("alive"), 5.0), (), (), 1)
+                encode_prefix(FrameKind.REQUEST, 1, 0, PythonCall(1, definition_of("alive")), (), (), 1)
                 + EMPTY_CALL.payload
             )
             while True:

@@ -100,7 +100,7 @@ def test_where_an_interrupt_may_be_raised() -> None:
     def look(seconds: float) -> None:
         seen.append(interrupts.may_interrupt(sys._getframe()))
 
-    original, time.sleep = time.sleep, look  # type: ignore[assignment]
+    original, time.sleep = time.sleep, look
     try:
         interrupts.pause(0)
     finally:

@@ -50,7 +50,7 @@ def test_backward_from_references_that_do_not_exist(agent: Agent) -> None:
     before = threading.active_count()
     with lying_member(agent) as liar:
         for number in range(1100):
-            liar.send(RRefBackward(10_000 + number, 1, False))  # type: ignore[arg-type]
+            liar.send(RRefBackward(10_000 + number, 1, False))
         still_works()
         assert threading.active_count() < before + 20
         answers = [liar.read() for _ in range(1100)]  # all within the timeout of calls
@@ -61,7 +61,7 @@ def test_backward_from_references_that_do_not_exist(agent: Agent) -> None:
 def test_fetches_of_references_that_do_not_exist_are_bounded(agent: Agent) -> None:
     with lying_member(agent) as liar:
         for number in range(1500):
-            liar.send(RRefFetch(10_000 + number, 0.0))  # type: ignore[arg-type]
+            liar.send(RRefFetch(10_000 + number))
         assert all(liar.read()[0] == FrameKind.FAILURE for _ in range(1500 - 1024))
     still_works()
 
@@ -96,9 +96,7 @@ def test_a_block_that_could_be_made_smaller_is_refused(agent: Agent) -> None:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
         liar.lane.sendmsg([(1).to_bytes(8, "little") + (1 << 20).to_bytes(8, "little")], [rights])
         spec = TensorSpec(0, 0, (1 << 18,), (), 0, 0, 0)
-        number = liar.send(
-            PythonCall(0, b"", 1.0), payload=b"\x02", tensors=(spec,), segments=(SegmentSpec(1 << 20, 1, 0),)
-        )
+        number = liar.send(PythonCall(0, b""), payload=b"\x02", tensors=(spec,), segments=(SegmentSpec(1 << 20, 1, 0),))
         assert number == 1
         os.ftruncate(fd, 0)
         with pytest.raises(ConnectionError):  # that connection was closed
@@ -149,7 +147,7 @@ def test_replies_that_are_never_acknowledged(agent: Agent, caplog: pytest.LogCap
     with lying_member(agent) as liar, contextlib.suppress(ConnectionError, TimeoutError):
         while sent < at_most_once.MOST_KEPT + 10_000:
             for _ in range(500):
-                liar.send(PythonCall(1, b"" if sent else definition, 1.0), payload=EMPTY_CALL.payload)
+                liar.send(PythonCall(1, b"" if sent else definition), payload=EMPTY_CALL.payload)
                 sent += 1
             for _ in range(500):
                 liar.read()
@@ -165,7 +163,7 @@ def test_functions_that_are_defined_and_never_called(agent: Agent, caplog: pytes
     large = bytes(1 << 20)
     with lying_member(agent) as liar, contextlib.suppress(ConnectionError):
         for number in range(1, 1000):
-            liar.send(PythonCall(number, large, 1.0), payload=b"\xff")
+            liar.send(PythonCall(number, large), payload=b"\xff")
     assert memory_mb() - before < 2 * function_table.MOST_BYTES / 2**20 + 100
     wait_until(lambda: "defines more than" in caplog.text)
     still_works()
@@ -255,7 +253,7 @@ def test_a_flood_of_strangers(agent: Agent, kind: str, caplog: pytest.LogCapture
         begun = time.monotonic()
         for number in range(5):
             with lying_member(agent, kind=kind, hello=_honest(agent, number)) as ours:
-                ours.send(PythonCall(0, b"", 1.0))
+                ours.send(PythonCall(0, b""))
                 ours.read()
         assert time.monotonic() - begun < 15
     finally:

@@ -206,7 +206,7 @@ def test_closing_an_agent_ends_its_contexts() -> None:
 
 # --- what a call records ---
 
-CALL = PythonCall(0, b"", 1.0)
+CALL = PythonCall(0, b"")
 
 
 def test_a_call_in_a_context_is_wrapped_even_without_tensors() -> None:

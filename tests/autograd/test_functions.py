@@ -50,7 +50,7 @@ def test_received_tensors_keep_their_memory_and_may_change_in_place(make: Any) -
     assert received.data_ptr() == pointer
     with running_in(lambda node, gradients: arrived.append(gradients) if node is recv.node else None):
         received.backward(torch.ones_like(received))
-    assert torch.equal(arrived[0][0], torch.full_like(received, 2))  # type: ignore[arg-type]
+    assert torch.equal(arrived[0][0], torch.full_like(received, 2))
     assert arrived[0][1] is None
 
 
@@ -97,7 +97,7 @@ def test_a_send_looks_to_torch_like_its_own() -> None:
     assert send.name() == "torch::distributed::autograd::SendRpcBackward"
     (leaf_node, leaf_nr), (node, number), again = send.next_functions
     assert leaf_node.name() == "torch::autograd::AccumulateGrad"
-    assert leaf_node.variable is leaf  # type: ignore[attr-defined]
+    assert leaf_node.variable is leaf
     assert (leaf_nr, number) == (0, 0)
     assert node is product.grad_fn
     assert again == (node, number)

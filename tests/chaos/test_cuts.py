@@ -65,14 +65,14 @@ def _cut(stream: Any) -> None:
 
 def arm(kind: str, at: int) -> None:
     """Have the fault happen to the `at`-th message from now on."""
-    SocketStream.send = faulty_send  # type: ignore[method-assign]
+    SocketStream.send = faulty_send
     with Fault.lock:
         Fault.kind, Fault.at, Fault.seen = kind, at, 0
 
 
 def disarm() -> int:
     """No more faults; how many messages were sent since they were armed."""
-    SocketStream.send = _send  # type: ignore[method-assign]
+    SocketStream.send = _send
     return Fault.seen
 
 

@@ -1,6 +1,6 @@
 """Two workers in network namespaces of their own: a network that is slow, loses packets, is cut, or is cut one way.
 
-Needs root, `ip` and, for delay and loss, netem in the kernel; a test is skipped where it is not to be had. A direction
+Needs root, `ip` and, for delay and loss, netem in the kernel; a test is skipped where there is none. A direction
 is cut by a wrong hardware address in the sender's neighbour table: what it sends arrives nowhere, and nobody is told.
 """
 

@@ -78,7 +78,7 @@ def not_expected() -> dict[str, str]:
 def _fixture() -> Any:
     template = importlib.import_module(_TORCH_TESTS + "rpc.rpc_agent_test_fixture").RpcAgentTestFixture
 
-    class TelegradFixture(template):  # type: ignore[misc, valid-type]
+    class TelegradFixture(template):
         """How torch's tests start a worker."""
 
         @property

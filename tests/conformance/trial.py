@@ -65,7 +65,7 @@ class Trial:
             os.dup2(log, 1)
             os.dup2(log, 2)
             code = _run_rank(case, test, rank, str(self._store))
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for the rank's threads, as its real end would
+            threading._shutdown()  # waits for the rank's threads, as its real end would
             sys.stderr.flush()
         except BaseException:
             traceback.print_exc()

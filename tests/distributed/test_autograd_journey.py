@@ -74,11 +74,11 @@ def follow() -> None:
         _journey.append(("Recv", recv.peer, None if gradients is None else gradients[0].tolist()))
         _deliver(self, recv, gradients)
 
-    Pass.deliver = deliver  # type: ignore[method-assign]
+    Pass.deliver = deliver
 
 
 def journey() -> list[Step]:
-    Pass.deliver = _deliver  # type: ignore[method-assign]
+    Pass.deliver = _deliver
     noted = list(_journey)
     _journey.clear()
     return noted

@@ -163,7 +163,7 @@ def corrupt(how: str) -> None:
         else:
             _tell(self, pass_, worker, MessageId(message_id + 10**6), gradients)
 
-    Service.tell = tell  # type: ignore[method-assign]
+    Service.tell = tell
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_call_in_a_context_that_has_ended(trio: Cluster) -> None:
     with autograd.context() as context_id:
         rpc.rpc_sync("worker1", double, (torch.ones(2),))
     await_empty(3)
-    late = RpcWithAutograd(AutogradMetadata(ContextId(context_id), MessageId(0)), PythonCall(0, b"", 1.0), False)
+    late = RpcWithAutograd(AutogradMetadata(ContextId(context_id), MessageId(0)), PythonCall(0, b""), False)
     with pytest.raises(ContextNotFound, match="reached worker 'worker1' too late"):
         ask(late)
     await_empty(3)

@@ -118,15 +118,15 @@ def test_unknown_workers(job: Cluster, stranger: str | int) -> None:
 
 def test_bad_arguments_fail_at_the_call(job: Cluster) -> None:
     with pytest.raises(TypeError, match="callable"):
-        rpc.rpc_async("worker1", 3)  # type: ignore[call-overload]
+        rpc.rpc_async("worker1", 3)
     with pytest.raises(TypeError, match="args"):
-        rpc.rpc_sync("worker1", add, args=1)  # type: ignore[call-overload]
+        rpc.rpc_sync("worker1", add, args=1)
     with pytest.raises(TypeError, match="kwargs"):
-        rpc.rpc_sync("worker1", add, kwargs=[1])  # type: ignore[call-overload]
+        rpc.rpc_sync("worker1", add, kwargs=[1])
     with pytest.raises(TypeError, match="timeout"):
-        rpc.rpc_sync("worker1", add, timeout="soon")  # type: ignore[call-overload]
+        rpc.rpc_sync("worker1", add, timeout="soon")
     with pytest.raises(UnknownWorker, match="name, its rank or its WorkerInfo"):
-        rpc.rpc_sync(1.5, add)  # type: ignore[call-overload]
+        rpc.rpc_sync(1.5, add)
     with pytest.raises(SerializationError, match="lock"):
         rpc.rpc_sync("worker1", who, (threading.Lock(),))
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
@@ -154,7 +154,7 @@ def test_lambdas_closures_and_local_classes(job: Cluster) -> None:
         def __eq__(self, other: object) -> bool:
             return isinstance(other, Scaled) and other.value == self.value
 
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None
 
         def times(self, n: int) -> "Scaled":
             return Scaled(self.value * n)

@@ -164,7 +164,7 @@ def test_a_timeout_leaves_nothing_running(pair: Cluster) -> None:
     wait_until(logged("began", "cancelled"))
     rpc.rpc_sync("worker1", reset)
     future = rpc.rpc_async("worker1", sleep_long, timeout=0.05)
-    wait_until(future.done)  # by the timer, with nobody waiting in person
+    wait_until(future.done)  # by the timer, with no thread waiting
     wait_until(logged("began", "cancelled"))
     with pytest.raises(RpcTimeout):
         future.wait()

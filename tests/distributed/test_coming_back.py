@@ -125,7 +125,7 @@ def test_the_first_rank_comes_back_while_others_wait_in_their_shutdown(anywhere:
         started += [process(serve_then_shut_down, f"w{rank}", rank, 3, anywhere) for rank in (0, 1)]
         join("w2", 2, 3, anywhere, {})
         rpc.rpc_sync("w0", who)
-        rpc.rpc_sync("w1", go)  # it waits at w0, then keeps the book itself, then has to leave that to w0 again
+        rpc.rpc_sync("w1", go)  # it waits at w0, then coordinates itself, then has to leave that to w0 again
         started[0].kill()
         started[0].join()
         started[0] = process(serve_then_shut_down, "w0", 0, 3, anywhere)
@@ -300,6 +300,24 @@ def test_a_worker_that_ends_without_a_shutdown_has_exited_normally(anywhere: str
             for name in ("w1", "w2"):
                 with pytest.raises(WorkerDied, match=f"'{name}' exited normally without calling rpc.shutdown"):
                     rpc.rpc_sync(name, who)
+        finally:
+            rpc.shutdown(graceful=False)
+
+
+def test_the_host_of_the_store_has_exited_normally() -> None:
+    """Its last record stood in its own store; a worker that never spoke to it reads it all the same."""
+    meeting = f"tcp://127.0.0.1:{free_port()}"
+    with processes() as started:
+        started += [process(serve_then_exit, name, rank, 3, meeting) for rank, name in ((0, "w0"), (1, "w1"))]
+        join("w2", 2, 3, meeting, {})
+        try:
+            rpc.rpc_sync("w1", tell_to_go, ("w0",))
+            started[0].join(20)
+            assert started[0].exitcode == 0
+            with pytest.raises(WorkerDied, match=r"'w0' exited normally without calling rpc.shutdown"):
+                rpc.rpc_sync("w0", who)
+            assert rpc.rpc_sync("w1", who) == "w1"  # all else goes on
+            tell_to_go("w1")
         finally:
             rpc.shutdown(graceful=False)
 

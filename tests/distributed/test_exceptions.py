@@ -79,7 +79,7 @@ def fail_told() -> None:
 
 
 def fail_with_tensor() -> None:
-    raise Told(7, torch.ones(2))  # type: ignore[arg-type]
+    raise Told(7, torch.ones(2))
 
 
 def leave() -> None:
@@ -228,7 +228,7 @@ def test_own_types_keep_their_attributes(pair: Cluster, how: str) -> None:
 def test_tensors_in_exceptions(pair: Cluster) -> None:
     with pytest.raises(Told) as caught:
         rpc.rpc_sync("worker1", fail_with_tensor)
-    assert torch.equal(caught.value.reason, torch.ones(2))  # type: ignore[arg-type]
+    assert torch.equal(caught.value.reason, torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_tensors_in_exceptions(pair: Cluster) -> None:
     [(fail_closed, "Closed"), (leave, "SystemExit"), (interrupt, "KeyboardInterrupt")],
 )
 def test_what_cannot_be_rebuilt_is_a_remote_error(pair: Cluster, func: object, name: str) -> None:
-    with pytest.raises(RemoteError, match=rf"(?s){name}.*worker1.*in {func.__name__}"):  # type: ignore[attr-defined]
-        rpc.rpc_sync("worker1", func)  # type: ignore[arg-type]
+    with pytest.raises(RemoteError, match=rf"(?s){name}.*worker1.*in {func.__name__}"):
+        rpc.rpc_sync("worker1", func)
     assert rpc.rpc_sync("worker1", int) == 0
 
 

@@ -208,7 +208,7 @@ def test_unused_inputs_and_wrong_ones(trio: Cluster) -> None:
         with pytest.raises(AutogradError, match=r"input 1 of grad.*does not require grad"):
             autograd.grad(context_id, [y], [x, constant], retain_graph=True)
         with pytest.raises(TypeError, match="a list of tensors or references"):
-            autograd.grad(context_id, [y], x)  # type: ignore[arg-type]
+            autograd.grad(context_id, [y], x)
         with pytest.raises(ValueError, match="2 vectors were given for 1 inputs"):
             autograd.hvp(context_id, y, [x], [x, x])
         close(autograd.grad(context_id, [y], [x]), torch.autograd.grad(layer(1, x).sum(), x))  # all is well again

@@ -227,12 +227,12 @@ def test_a_bad_name(meeting: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["nonsense", "tcp://", "ftp://host:1", "file://"])
-def test_a_bad_meeting_place(method: str) -> None:
+def test_a_bad_init_method(method: str) -> None:
     with pytest.raises((RendezvousError, ValueError)):
         join("worker0", 0, 1, method, {"rendezvous_timeout": 1})
 
 
-def test_nobody_at_the_meeting_place() -> None:
+def test_nobody_at_the_rendezvous_store() -> None:
     with pytest.raises(RendezvousError, match="rank 0"):
         join("worker1", 1, 2, f"tcp://127.0.0.1:{free_port()}", {"rendezvous_timeout": 0.5})
 
@@ -334,7 +334,7 @@ def test_workers_come_and_go(meeting: str, way: str) -> None:
                 rpc.get_worker_info("second")
             for name in ("second", "third"):
                 started.append(process(serve_until_told, name, -1, None, place))
-                wait_until(lambda name=name: _found(name))  # type: ignore[misc]
+                wait_until(lambda name=name: _found(name))
                 assert rpc.rpc_sync(name, who) == name
             # Newcomers find each other and the first.
             assert rpc.rpc_sync("second", rpc.rpc_sync, ("third", rpc.rpc_sync, ("first", who))) == "first"
@@ -376,7 +376,7 @@ def test_the_first_one_goes(anywhere: str, how: str) -> None:
             first.join(10)
             for name in ("third", "first"):
                 started.append(in_this_environment(serve_until_told, name, -1, None, anywhere))
-                wait_until(lambda name=name: _found(name) and _answers(name), 20)  # type: ignore[misc]
+                wait_until(lambda name=name: _found(name) and _answers(name), 20)
                 assert rpc.rpc_sync(name, rpc.rpc_sync, ("second", who)) == "second"
             assert rpc.rpc_sync("third", rpc.rpc_sync, ("first", who)) == "first"
             assert rpc.rpc_sync("first", rpc.rpc_sync, ("third", who)) == "third"

@@ -381,7 +381,7 @@ def gradients_of(func: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tens
     """In one process."""
     fresh = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     (func(*fresh) * weights()).sum().backward()
-    return [leaf.grad for leaf in fresh]  # type: ignore[misc]
+    return [leaf.grad for leaf in fresh]
 
 
 def weights() -> Tensor:

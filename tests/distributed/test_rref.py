@@ -186,7 +186,7 @@ def test_remote_to_oneself_does_not_wait(clean: Cluster) -> None:
 
 
 def test_subscripts(clean: Cluster) -> None:
-    assert rpc.RRef[int](3).local_value() == 3  # type: ignore[misc]
+    assert rpc.RRef[int](3).local_value() == 3
 
 
 def test_a_fetch_waits_for_the_value_without_a_thread(clean: Cluster) -> None:
@@ -436,7 +436,7 @@ def test_a_creation_that_fails_is_a_value_too(clean: Cluster, owner: str) -> Non
 
 def test_arguments_that_cannot_be_used(clean: Cluster) -> None:
     with pytest.raises(TypeError, match="callable"):
-        rpc.remote("worker1", 3)  # type: ignore[call-overload]
+        rpc.remote("worker1", 3)
     with pytest.raises(ValueError, match="nobody"):
         rpc.remote("nobody", add)
     with pytest.raises(RuntimeError, match="type_hint"):

@@ -8,6 +8,7 @@ import pytest
 
 from telegrad import rpc
 from telegrad.errors import SerializationError, WorkerDied
+from telegrad.rpc.torch_modes import stand_in
 from telegrad.rref import RRefContext
 from tests.cluster import cluster, process, serve
 from tests.distributed.test_rref import (
@@ -35,7 +36,7 @@ def test_texts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(second) == "<RRef 0.1 of 'worker1': int>"
         assert "bit_length" in dir(second.rpc_sync())
         assert "__add__" not in dir(second.rpc_sync())
-        monkeypatch.setattr(rpc.RRef, "_shown_as_in_torch", True)
+        monkeypatch.setattr(stand_in, "in_force", stand_in.TORCHS)
         assert str(first) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
         assert str(second) == (
             "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=1), "
@@ -155,4 +156,4 @@ def keep_and_never_release(rref: Any) -> None:
     _kept.append(rref)
     from telegrad.rref import closing
 
-    closing.release_handles = lambda _: None  # type: ignore[assignment]
+    closing.release_handles = lambda _: None

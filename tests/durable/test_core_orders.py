@@ -326,7 +326,7 @@ class World:
 def one_life(chance: Chance, **world: Any) -> None:
     made = World.__new__(World)
     made.generations = {}
-    made.__init__(chance, **world)  # type: ignore[misc]
+    made.__init__(chance, **world)
     made.do_own()
     while not made.finished and not made.lost:
         if not chance.repeats:
@@ -343,7 +343,7 @@ def one_life(chance: Chance, **world: Any) -> None:
 class Dice(Chance):
     """Chance for a walk through a world that is too large to see all of."""
 
-    repeats = False  # type: ignore[assignment] # every life is looked at
+    repeats = False  # every life is looked at
 
     def __init__(self, seed: int) -> None:
         super().__init__((), set())

@@ -193,7 +193,7 @@ def test_a_run_that_lost_a_worker_and_its_copies_ends(cluster: HarmedCluster) ->
         if k == 3:
             kill(cluster, "worker1", "worker2")
 
-    with pytest.raises(StateLost, match=r"the state of 'worker1' is nowhere.*Raise `copies`"):
+    with pytest.raises(StateLost, match=r"no copy of the state of 'worker1' is left.*Raise `copies`"):
         train(run, step)
     run.close()
 

@@ -132,7 +132,7 @@ def test_a_shared_recv_leaves_before_the_rest_is_heard() -> None:
     pass_.walk()
     pass_.hear("a", [torch.ones(2)])
     pass_.run()
-    assert torch.equal(told.of["in"][0], shared)  # type: ignore[index]
+    assert torch.equal(told.of["in"][0], shared)
     assert not pass_.done
     pass_.hear("b", [torch.ones(2)])
     pass_.run()
@@ -149,7 +149,7 @@ def test_a_send_of_what_was_received_and_of_a_leaf() -> None:
     pass_.hear("both", [torch.ones(2), torch.full((2,), 5.0), torch.ones(2)])
     pass_.run()
     assert torch.equal(pass_.gradients[x], torch.full((2,), 2.0))
-    assert torch.equal(told.of["in"][0], torch.full((2,), 5.0))  # type: ignore[index]
+    assert torch.equal(told.of["in"][0], torch.full((2,), 5.0))
 
 
 # ------------------------------------------------------------------------------------------------------- hearing
@@ -210,7 +210,7 @@ def test_a_node_that_gets_none_across_a_cut_is_visited_with_none() -> None:
     shared = x * 2
     tensor, recv = received()
     arrived: list[object] = []
-    shared.grad_fn.register_hook(lambda _, gradients: arrived.append(gradients))  # type: ignore[union-attr]
+    shared.grad_fn.register_hook(lambda _, gradients: arrived.append(gradients))
     x.register_hook(arrived.append)
     pass_, told = local_pass({"a": Forget.apply(tensor, shared), "b": shared * 3}, {"in": recv})
     pass_.walk()
@@ -279,7 +279,7 @@ def test_a_hook_removed_while_it_is_held_stays_removed() -> None:
     x = leaf()
     handle = x.register_hook(lambda _: pytest.fail("it was removed"))
     first = x * 2
-    first.grad_fn.register_hook(lambda *_: handle.remove())  # type: ignore[union-attr]
+    first.grad_fn.register_hook(lambda *_: handle.remove())
     run_whole({"a": first, "b": x * 3})
     assert not x._backward_hooks
 
@@ -406,7 +406,7 @@ def test_a_region_that_was_cut_off_releases_what_it_saved() -> None:
     sent = shared * tensor
     run_whole({"a": sent, "b": shared * 3}, {"in": recv})
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        sent.grad_fn(torch.ones(2))  # type: ignore[misc]
+        sent.grad_fn(torch.ones(2))
 
 
 def test_nodes_recorded_by_a_fresh_thread_are_cut_off_too() -> None:
@@ -421,11 +421,11 @@ def test_nodes_recorded_by_a_fresh_thread_are_cut_off_too() -> None:
         sends["b"] = shared * 3
 
     in_thread(record)
-    numbers = {tensor: tensor.grad_fn._sequence_nr() for tensor in (shared, *sends.values())}  # type: ignore[union-attr]
+    numbers = {tensor: tensor.grad_fn._sequence_nr() for tensor in (shared, *sends.values())}
     assert numbers[sends["a"]] == 0
     pass_ = run_whole(sends, {"in": recv})
     assert torch.allclose(pass_.gradients[x], shared * (tensor + 3))
-    assert numbers == {tensor: tensor.grad_fn._sequence_nr() for tensor in numbers}  # type: ignore[union-attr]
+    assert numbers == {tensor: tensor.grad_fn._sequence_nr() for tensor in numbers}
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -491,7 +491,7 @@ def test_a_pass_given_up_late_does_not_disturb_the_next_one() -> None:
     first.abort()
     second.hear("out", [torch.ones(2)])
     second.run()
-    assert torch.equal(told.of["in"][0], torch.full((2,), 2.0))  # type: ignore[index]
+    assert torch.equal(told.of["in"][0], torch.full((2,), 2.0))
 
 
 @pytest.mark.parametrize("begins", ["before", "after"])
@@ -519,7 +519,7 @@ def test_a_pass_given_up_inside_the_engine_delivers_nothing_into_the_next(begins
     first.hear("out", [torch.ones(2)])
     first.run()
     assert told_first.of == {}
-    assert torch.equal(told_second.of["in"][0], torch.full((2,), 20.0))  # type: ignore[index]
+    assert torch.equal(told_second.of["in"][0], torch.full((2,), 20.0))
 
 
 def test_a_backward_of_a_hook_through_what_came_later_is_refused_by_its_name() -> None:

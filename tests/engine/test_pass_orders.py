@@ -1,8 +1,9 @@
 """A backward pass over two and three workers through every order of its messages, with a death at every moment.
 
-Passes, services and contexts are real; the agents under them only queue what is to be sent, and the test moves
-it on, one message at a time. Requests to a worker arrive in their order, and so do its replies; all else is free: two
-workers, the deaths and who hears of them when. The root waits as it always does, and the world goes on inside its wait.
+Passes, services and contexts are real; the agents under them only queue what is to be sent (`queued_agent.py`), and the
+test moves it on, one message at a time. Requests to a worker arrive in their order, and so do its replies; all else is
+free: two workers, the deaths and who hears of them when. The root waits as it always does, and the world goes on inside
+its wait.
 
 Whatever the order: the root gets the right gradients, or a `WorkerDied` that names the dead; nobody else waits for
 anything afterwards; and after the end of the context nobody remembers it.
@@ -10,7 +11,8 @@ anything afterwards; and after the end of the context nobody remembers it.
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from types import FunctionType, MethodType, SimpleNamespace
+from inspect import signature
+from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
@@ -18,135 +20,53 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from telegrad.autograd.attach import AutogradLayer
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry
-from telegrad.engine import EngineLayer
 from telegrad.engine.cleanup import end_context
 from telegrad.engine.passes import Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.engine.service import Service
 from telegrad.errors import WorkerDied
-from telegrad.ids import ContextId, WorkerId, draw_incarnation
-from telegrad.rpc.client.pending import FOREVER, Slot
-from telegrad.rpc.layer import Layers
+from telegrad.ids import ContextId
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.threads.wakeup import Wakeup
 from telegrad.rpc.workers import Member
-from telegrad.wire.codec import Packed
-from telegrad.wire.messages import (
-    AnyMessage,
-)
+from tests.engine.queued_agent import QueuedAgent
 from tests.exploring import Chance, SeenBefore, explore
-
-NOTHING = Packed(b"", [])
 
 
 class RootDied(BaseException):
     """Ends the thread that waits for the pass, as the death of its process would."""
 
 
-class Worker:
-    """One worker, with as much of an agent as the engine uses."""
+class Worker(QueuedAgent):
+    """One worker, which may die."""
 
     def __init__(self, world: "World", number: int) -> None:
+        super().__init__(world, number)
         self.world = world
-        self.member = Member(f"w{number}", WorkerId(number), draw_incarnation(0), (), 0)
-        self.info = self.member.info
         self.name = self.member.name
         self.alive = True
-        self.closing = False
-        self.heard_dead: set[str] = set()
-        self.asked: dict[str, list[Slot]] = {}  # without a reply yet, by worker
-        self.tasks: deque[Callable[[], None]] = deque()  # what its I/O threads has yet to do
-        layers = Layers()
-        self.layer, self.find_layer = layers.layer, layers.find
-        self.directory = SimpleNamespace(by_id=lambda worker: world.workers[worker].member)
-        self.io_threads = SimpleNamespace(submit=self.submit)
-        layers.install(AutogradLayer(self))  # type: ignore[arg-type]
-        layers.install(EngineLayer(self))  # type: ignore[arg-type]
-        self.registry, self.service = layers.layer(Registry), layers.layer(Service)
-        self.served = layers.served
+        self.tasks = self.io_threads.tasks  # what its I/O threads have yet to do
+        self.registry, self.service = self.layer(Registry), self.layer(Service)
         self.weight = torch.tensor([2.0 + number], requires_grad=True)
 
     @property
     def context(self) -> Context:
         return self.registry.join(self.world.context_id)
 
-    # --- what the engine asks of its agent ---
 
-    def submit(self, task: Callable[[], None]) -> None:
-        self.tasks.append(task)
+class Step(Wakeup):
+    """Whoever waits for a wake-up lets the world take one step, and looks again."""
 
-    def send(self, member: Member, message: AnyMessage, packed: Packed = NOTHING, **given: Any) -> Slot:
-        if member.name in self.heard_dead:
-            raise _death(member)
-        slot = Slot(given["what"], 0.0, FOREVER)
-        slot.complete = given["complete"]
-        slot.link = SimpleNamespace(member=member, wait=self.world.until_done, expect=lambda: None)
-        self.asked.setdefault(member.name, []).append(slot)
-        self.world.put("request", self, member, (message, packed.tensors, slot))
-        return slot
+    def __init__(self, world: "World") -> None:
+        super().__init__()
+        self._world = world
 
-    def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
-        self.world.put("request", self, member, (message, [], None))
-
-    def reply(self, request: Any, message: AnyMessage, packed: Packed = NOTHING, lazy: bool = False) -> None:
-        self._answer(request, (message, packed.tensors, None))
-
-    def fail(self, request: Any, error: BaseException) -> None:
-        self._answer(request, (None, [], error))
-
-    def _answer(self, request: Any, content: tuple[Any, ...]) -> None:
-        if request.slot is not None:
-            assert not request.answered, f"{request.message} was answered twice"
-            request.answered = True
-            self.world.put("reply", self, request.caller, (request.slot, *content))
-
-    def received(self, request: Any) -> list[Tensor]:
-        return list(request.tensors)
-
-    def reply_frame(self, slot: Slot) -> Any:
-        if slot.error is not None:
-            raise slot.error
-        return slot.frame
-
-    def reply_tensors(self, slot: Slot) -> list[Tensor]:
-        return list(slot.frame.tensors)  # type: ignore[union-attr]
-
-    def is_dead(self, member: Member) -> bool:
-        return member.name in self.heard_dead
-
-    # --- what happens to it ---
-
-    def take_request(self, caller: Member, message: AnyMessage, tensors: list[Tensor], slot: Slot | None) -> None:
-        request = SimpleNamespace(message=message, tensors=tensors, slot=slot, caller=caller, answered=False)
-        try:
-            self.served[type(message)].handler(request)
-        except Exception as error:
-            self.fail(request, error)
-
-    def take_reply(self, callee: Member, slot: Slot, message: AnyMessage, tensors: Any, error: Any) -> None:
-        self.asked[callee.name].remove(slot)
-        slot.frame = SimpleNamespace(message=message, tensors=tensors)  # type: ignore[assignment]
-        slot.error = error
-        self._finish(slot)
-
-    def _finish(self, slot: Slot) -> None:
-        slot.done = True
-        assert slot.complete is not None
-        slot.complete(slot)
-
-    def hear_of_death(self, dead: Member) -> None:
-        """What it asked the dead fails, and its engine is told."""
-        self.heard_dead.add(dead.name)
-        for slot in self.asked.pop(dead.name, []):
-            slot.error = _death(dead)
-            self._finish(slot)
-        self.service.lost(dead)
-
-
-def _death(member: Member) -> WorkerDied:
-    return WorkerDied(f"worker {member.name!r} is gone.", worker=member.name, incarnation=member.incarnation)
+    def wait(self, seconds: float) -> None:
+        self._world.step()
 
 
 class World:
@@ -156,6 +76,8 @@ class World:
         self.chance = chance
         self.streams: dict[tuple[str, str, str], deque[tuple[Any, ...]]] = {}
         self.workers = [Worker(self, number) for number in range(size)]
+        for worker in self.workers:
+            worker.directory.update([other.member for other in self.workers])
         self.root = self.workers[0]
         self.victim = next((worker for worker in self.workers if worker.name == victim), None)
         self.context_id: ContextId = self.root.registry.open().context_id
@@ -193,9 +115,9 @@ class World:
 
     # --- what can happen ---
 
-    def put(self, kind: str, sender: Worker, receiver: Member, content: tuple[Any, ...]) -> None:
-        if sender.alive and self.workers[receiver.worker_id].alive:
-            self.streams.setdefault((kind, sender.name, receiver.name), deque()).append(content)
+    def put(self, kind: str, sender: QueuedAgent, receiver: Member, content: tuple[Any, ...]) -> None:
+        if self.workers[sender.member.worker_id].alive and self.workers[receiver.worker_id].alive:
+            self.streams.setdefault((kind, sender.member.name, receiver.name), deque()).append(content)
 
     def events(self) -> dict[str, Callable[[], None]]:
         found: dict[str, Callable[[], None]] = {}
@@ -264,8 +186,7 @@ class World:
         self.position = "the pass"
         try:
             self.pass_ = pass_ = self.root.service.open(self.root.context, False, 600.0)
-            # Whoever waits for a wake-up lets the world take one step, and looks again.
-            pass_._news = SimpleNamespace(set=lambda: None, wait=lambda _: self.step())  # type: ignore[assignment]
+            pass_.new_wakeup = lambda: Step(self)
             pass_.begin(Roots((get_gradient_edge(root),), [torch.ones_like(root)]))
             pass_.wait()
             return None
@@ -370,6 +291,21 @@ SCENARIOS: dict[str, tuple[Forward, int]] = {
     "a ring": (a_ring, 3),
     "a late call": (a_late_call, 2),
 }
+
+# What a pass asks of its agent.
+ASKED = ("send", "notify", "reply", "fail", "received", "reply_frame", "reply_tensors")
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_agents_here_are_asked_as_real_ones_are(name: str) -> None:
+    here, real = signature(getattr(QueuedAgent, name)).parameters, signature(getattr(Agent, name)).parameters
+    positional = [parameter for parameter in real.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert [parameter.name for parameter in positional] == [
+        parameter.name for parameter in here.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    assert set(real) <= set(here) or any(parameter.kind is parameter.VAR_KEYWORD for parameter in here.values())
+
+
 CASES = [(name, victim) for name, (_, size) in SCENARIOS.items() for victim in (None, *(f"w{i}" for i in range(size)))]
 
 

@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
         assert done.returncode == 0, done.stderr
         assert not re.search("Warning|Traceback|SIGABRT", done.stderr), done.stderr
         assert (tmp_path / (picture or f"{name}.png")).stat().st_size > 10_000
-        assert re.search(r"^(step|round|epoch) \d+/\d+  ", done.stdout, flags=re.MULTILINE)  # a bar, without a terminal
+        assert re.search(r"^[a-z-]+ \d+/\d+  ", done.stdout, flags=re.MULTILINE)  # a bar, without a terminal
         return done.stdout
 
     return start
@@ -99,6 +99,25 @@ def test_the_demo_learns_and_draws(tmp_path: Path, run: Callable[..., str]) -> N
 @pytest.mark.timeout(120)
 def test_a_run_survives(run: Callable[..., str]) -> None:
     assert "2 deaths; every bit as in an undisturbed run: True" in run("survive")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_adapters_learn_what_the_frozen_model_did_not(run: Callable[..., str]) -> None:
+    settings = ["--pretrain", "20", "--steps", "10", "--blocks", "1"]
+    out = run("finetune/finetune", "finetune.png", settings=settings)
+    found = re.search(r"loss ([\d.]+) -> ([\d.]+)\n$", out)
+    assert found
+    assert float(found[2]) < float(found[1])
+    assert "16,384 of 137,088 numbers were learnt" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_actors_play_and_the_policy_learns(run: Callable[..., str]) -> None:
+    out = run("async_rl/actors", "async_rl.png", settings=["--actors", "2", "--unrolls", "8"])
+    assert re.search(r"a pole stands for \d+ -> \d+ moves\n$", out)
+    assert "unroll 16/16" in out
 
 
 @pytest.mark.slow

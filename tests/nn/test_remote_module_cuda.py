@@ -23,7 +23,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def device_of(param: object) -> str:
-    return str(param.local_value().device)  # type: ignore[attr-defined]
+    return str(param.local_value().device)
 
 
 @pytest.mark.parametrize("place", ["ps0/cuda:0", "rank:1/cuda:0"])

@@ -1,5 +1,6 @@
 """A real browser for tests of the page: Chromium, if it and its driver are installed, driven by Selenium."""
 
+import base64
 import contextlib
 import os
 import shutil
@@ -14,8 +15,8 @@ LAPTOP = (1280, 900)
 
 
 @contextlib.contextmanager
-def browser(size: tuple[int, int] = LAPTOP, dark: bool = False) -> Iterator[Any]:
-    """A browser with a window of that size, for the length of a block; skips the test where there is none."""
+def browser() -> Iterator[Any]:
+    """A browser, for the length of a block; skips the test where there is none."""
     selenium = pytest.importorskip("selenium.webdriver")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
@@ -24,19 +25,21 @@ def browser(size: tuple[int, int] = LAPTOP, dark: bool = False) -> Iterator[Any]
     options.binary_location = chromium
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
         options.add_argument(argument)
-    options.add_argument(f"--window-size={size[0]},{size[1]}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     page = selenium.Chrome(options=options, service=selenium.ChromeService(driver))
     try:
-        page.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 600},
-        )
-        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
         yield page
     finally:
         page.quit()
+
+
+def look(page: Any, url: str, size: tuple[int, int] = LAPTOP, dark: bool = False) -> None:
+    """Open an address as on a screen of that size, in light or dark."""
+    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 600}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+    page.get(url)
 
 
 def picture(page: Any, name: str) -> None:
@@ -45,8 +48,6 @@ def picture(page: Any, name: str) -> None:
     if folder:
         size = page.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 2400), "scale": 1}
-        import base64
-
         shot = page.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, f"{name}.png").write_bytes(base64.b64decode(shot["data"]))
@@ -55,6 +56,11 @@ def picture(page: Any, name: str) -> None:
 def text(page: Any, element: str) -> str:
     """The text of an element, by its id."""
     return str(page.execute_script("return document.getElementById(arguments[0]).innerText", element))
+
+
+def count(page: Any, selector: str) -> int:
+    """How many elements there are of a kind."""
+    return int(page.execute_script("return document.querySelectorAll(arguments[0]).length", selector))
 
 
 def check(page: Any) -> None:

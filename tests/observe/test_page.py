@@ -8,13 +8,13 @@ import urllib.request
 import pytest
 import torch
 
-import telegrad
 from telegrad import autograd, rpc
 from telegrad.observe.live.page import serving
 from telegrad.observe.live.top import fetch, render
 from telegrad.rpc.current import require_agent
 from tests.cluster import cluster
-from tests.observe.browser import LAPTOP, PHONE, browser, check, picture, text
+from tests.observe.browser import LAPTOP, PHONE, browser, check, count, look, picture, text
+from tests.observe.made_up import MadeUpJob
 from tests.waiting import wait_until
 
 gate = threading.Event()
@@ -61,148 +61,144 @@ def train(stop: threading.Event) -> None:
             autograd.backward(context_id, [sum(future.wait() for future in futures).sum()])
 
 
+@pytest.fixture(scope="module")
+def view():
+    with browser() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def job():
+    with cluster(4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def page(job):
+    with serving(require_agent()) as made:
+        yield made
+
+
 @pytest.mark.slow
-def test_the_server_answers_those_with_the_token_only():
-    with cluster(2), serving(require_agent()) as page:
-        rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1))
-        base = f"http://127.0.0.1:{page.port}"
-        for path in ("/", "/state", "/events", "/metrics", "/state?token=guess"):
-            with pytest.raises(urllib.error.HTTPError, match="401"):
-                get(base + path)
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            get(f"{base}/static/..%2Fpage.py?token={page.token}")
-        assert b"uPlot" in get(f"{base}/static/uPlot.iife.min.js")
-        wait_until(lambda: fetch(page.url)["links"])
-        metrics = get(f"{base}/metrics", Authorization=f"Bearer {page.token}").decode()
-        assert (
-            'rpc_client_call_duration_seconds_count{client="worker0",rpc_system_name="telegrad",server="worker1"}'
-            in (metrics)
-        )
-        assert 'telegrad_resident_memory_bytes{worker="worker1"}' in metrics
-        assert json.loads(get(f"{base}/state?token={page.token}"))["totals"]["up"] == 2
+def test_the_server_answers_those_with_the_token_only(page):
+    rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1))
+    base = f"http://127.0.0.1:{page.port}"
+    for path in ("/", "/state", "/events", "/metrics", "/state?token=guess"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            get(base + path)
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(f"{base}/static/..%2Fpage.py?token={page.token}")
+    assert b"uPlot" in get(f"{base}/static/uPlot.iife.min.js")
+    wait_until(lambda: any(link["total"] for link in fetch(page.url)["links"] if link["to"] == "worker1"))
+    metrics = get(f"{base}/metrics", Authorization=f"Bearer {page.token}").decode()
+    assert (
+        'rpc_client_call_duration_seconds_count{client="worker0",rpc_system_name="telegrad",server="worker1"}'
+        in metrics
+    )
+    assert 'telegrad_resident_memory_bytes{worker="worker1"}' in metrics
+    assert json.loads(get(f"{base}/state?token={page.token}"))["totals"]["up"] == 4
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_run_and_a_killed_worker():
+def test_a_run(page, view):
     stop = threading.Event()
-    with cluster(4) as job, serving(require_agent()) as page:
-        kept = [rpc.remote("worker3", keep, args=(250_000,)) for _ in range(3)]
-        trainer = threading.Thread(target=train, args=(stop,))
-        trainer.start()
-        try:
-            wait_until(lambda: len(fetch(page.url)["history"][0]) >= 6, 30)
-            with browser() as view:
-                view.get(page.url)
-                wait_until(lambda: "4 of 4" in text(view, "summary"))
-                assert page.token not in view.current_url
-                wait_until(lambda: "worker1" in text(view, "links"))
-                wait_until(lambda: any(w["name"] == "worker0" and w["calls"] > 0 for w in fetch(page.url)["workers"]))
-                assert "worker3" in text(view, "references") and "3.0 MB" in text(view, "references")
-                assert view.execute_script("return document.querySelectorAll('.uplot canvas').length") == 3
-                number = view.execute_script("return document.body.dataset.number")
-                wait_until(lambda: view.execute_script("return document.body.dataset.number") != number)
-                check(view)
-                picture(view, "run-light")
-            with browser(dark=True) as view:
-                view.get(page.url)
-                wait_until(lambda: "4 of 4" in text(view, "summary"))
-                assert (
-                    view.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
-                )
-                check(view)
-                picture(view, "run-dark")
-            with browser(PHONE) as view:
-                view.get(page.url)
-                wait_until(lambda: "4 of 4" in text(view, "summary"))
-                check(view)
-                picture(view, "run-phone")
-        finally:
-            stop.set()
-            trainer.join()
-        state = fetch(page.url)
-        assert len(render(state, 40).renderables) >= 2
-        with browser() as view:
-            view.get(page.url)
+    kept = [rpc.remote("worker3", keep, args=(250_000,)) for _ in range(3)]
+    trainer = threading.Thread(target=train, args=(stop,))
+    trainer.start()
+    try:
+        look(view, page.url)
+        wait_until(lambda: "4 of 4" in text(view, "summary"))
+        assert page.token not in view.current_url
+        wait_until(lambda: "worker1" in text(view, "links"))
+        wait_until(lambda: any(w["name"] == "worker0" and w["calls"] > 0 for w in fetch(page.url)["workers"]))
+        wait_until(lambda: "worker3" in text(view, "references") and "3.0 MB" in text(view, "references"))
+        assert count(view, ".uplot canvas") == 3
+        number = view.execute_script("return document.body.dataset.number")
+        wait_until(lambda: view.execute_script("return document.body.dataset.number") != number)
+        check(view)
+        picture(view, "run-light")
+        for name, size, dark in (("run-dark", LAPTOP, True), ("run-phone", PHONE, False)):
+            look(view, page.url, size, dark)
             wait_until(lambda: "4 of 4" in text(view, "summary"))
-            job.kill("worker2")
-            wait_until(lambda: "Dead: worker2" in text(view, "alarms"), 20)
-            assert "worker2 is gone" in text(view, "recent")
-            assert view.execute_script("return document.querySelectorAll('.worker.dead').length") == 1
+            background = view.execute_script("return getComputedStyle(document.body).backgroundColor")
+            assert (background == "rgb(18, 22, 28)") == dark
             check(view)
-            picture(view, "killed")
-        del kept
+            picture(view, name)
+    finally:
+        stop.set()
+        trainer.join()
+    assert len(render(fetch(page.url), 40).renderables) >= 2
+    del kept
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_stuck_pass():
-    with cluster(3), serving(require_agent()) as page, autograd.context() as context_id:
+def test_a_stuck_pass(page, view):
+    with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", stuck, args=(torch.ones(1, 256),))
         passed = autograd.backward_async(context_id, [y.sum()])
         try:
-            with browser(LAPTOP) as view:
-                view.get(page.url)
-                wait_until(lambda: "begun by worker0" in text(view, "passes"), 20)
-                wait_until(lambda: "worker2 waits for worker1" in text(view, "passes"), 20)
-                wait_until(lambda: "in hook" in text(view, "explanation"), 20)
-                assert view.execute_script("return document.querySelectorAll('#wait-graph circle').length") >= 2
-                check(view)
-                picture(view, "stuck-pass")
-            with browser(PHONE, dark=True) as view:
-                view.get(page.url)
-                wait_until(lambda: "in hook" in text(view, "explanation"), 20)
-                check(view)
-                picture(view, "stuck-pass-phone-dark")
+            look(view, page.url)
+            wait_until(lambda: "begun by worker0" in text(view, "passes"), 20)
+            wait_until(lambda: "worker2 waits for worker1" in text(view, "passes"), 20)
+            wait_until(lambda: "in hook" in text(view, "explanation"), 20)
+            assert count(view, "#wait-graph circle") >= 2
+            check(view)
+            picture(view, "stuck-pass")
+            look(view, page.url, PHONE, dark=True)
+            wait_until(lambda: "in hook" in text(view, "explanation"), 20)
+            check(view)
+            picture(view, "stuck-pass-phone-dark")
         finally:
             rpc.rpc_sync("worker1", open_gate)
             passed.wait()
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.timeout(240)
-def test_many_workers():
-    size = 64
-    with cluster(size, rendezvous_timeout=100) as job, serving(require_agent()) as page:
-        stop = threading.Event()
-
-        def chatter() -> None:
-            while not stop.is_set():
-                futures = [rpc.rpc_async(name, keep, args=(10,)) for name in job.others]
-                for future in futures:
-                    future.wait()
-                rpc.rpc_sync("worker7", chain, args=(8, size))
-
-        caller = threading.Thread(target=chatter)
-        caller.start()
-        try:
-            with browser() as view:
-                view.get(page.url)
-                wait_until(lambda: f"{size} of {size}" in text(view, "summary"), 60)
-                wait_until(
-                    lambda: view.execute_script("return document.querySelectorAll('.worker').length") == size, 30
-                )
-                wait_until(lambda: len(fetch(page.url)["history"][0]) >= 8, 60)
-                check(view)
-                picture(view, "many-light")
-            with browser(PHONE, dark=True) as view:
-                view.get(page.url)
-                wait_until(lambda: f"{size} of {size}" in text(view, "summary"), 60)
-                check(view)
-                picture(view, "many-phone-dark")
-        finally:
-            stop.set()
-            caller.join()
-
-
-def chain(number, size):
-    if number < size:
-        rpc.rpc_sync(f"worker{number}", chain, args=(number + 8, size))
+@pytest.mark.timeout(120)
+def test_a_killed_worker(job, page, view):
+    """The last that uses these workers."""
+    look(view, page.url)
+    wait_until(lambda: "4 of 4" in text(view, "summary"))
+    job.kill("worker2")
+    wait_until(lambda: "Dead: worker2" in text(view, "alarms"), 20)
+    wait_until(lambda: "worker2 is gone" in text(view, "recent"))
+    assert count(view, ".worker.dead") == 1
+    check(view)
+    picture(view, "killed")
 
 
 @pytest.mark.slow
-def test_a_cluster_with_a_dashboard(capsys):
-    with telegrad.local_cluster(workers=2, dashboard=True) as job:
-        assert fetch(job.dashboard)["totals"]["workers"] == 2
-    assert "the dashboard is at http://127.0.0.1:" in capsys.readouterr().out
+@pytest.mark.timeout(120)
+def test_the_page_is_usable_with_128_workers(view, monkeypatch):
+    """Workers that are made up; the board, the server and the browser are real."""
+    made_up = MadeUpJob(128)
+    monkeypatch.setattr("telegrad.observe.live.board.ask_all", made_up.ask_all)
+    monkeypatch.setattr("telegrad.observe.explanation.ask_all", made_up.ask_all)
+    with serving(made_up.agent) as page:
+        look(view, page.url)
+        wait_until(lambda: "125 of 128" in text(view, "summary"), 20)
+        assert count(view, ".worker") == 128
+        assert "2 dead: worker40, worker41" in text(view, "alarms")
+        assert "No answer: worker50" in text(view, "alarms")
+        wait_until(lambda: "begun by worker5" in text(view, "passes"))
+        assert "worker8 waits for worker11" in text(view, "passes")
+        assert "model.py:12, in f" in text(view, "explanation")
+        wait_until(lambda: len(fetch(page.url)["history"][0]) >= 4, 20)
+        # It fits a few screens, and what is sent each second is little.
+        assert view.execute_script("return document.documentElement.scrollHeight") < 4000
+        assert len(get(page.url.replace("/?", "/state?"))) < 200_000
+        begun = view.execute_script("return performance.now()")
+        view.execute_script("redraw()")
+        assert view.execute_script("return performance.now()") - begun < 1000
+        check(view)
+        picture(view, "128-light")
+        look(view, page.url, LAPTOP, dark=True)
+        wait_until(lambda: count(view, ".worker") == 128)
+        picture(view, "128-dark")
+        for name, dark in (("128-phone", False), ("128-phone-dark", True)):
+            look(view, page.url, PHONE, dark)
+            wait_until(lambda: count(view, ".worker") == 128)
+            check(view)
+            picture(view, name)

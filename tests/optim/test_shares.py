@@ -59,7 +59,7 @@ def test_each_owner_gets_the_groups_it_has_parameters_of() -> None:
 )
 def test_what_cannot_be_optimized_is_refused(given: object, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        parameter_groups(given)  # type: ignore[arg-type]
+        parameter_groups(given)
 
 
 def test_only_what_changed_is_told() -> None:

@@ -1,10 +1,11 @@
-"""Every public name has a place in the reference, a docstring with an Example that is executed, and types."""
+"""Every public name has a place in the reference, a docstring with Examples that is executed, and types."""
 
 import dataclasses
 import doctest
 import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -33,6 +34,7 @@ ELSEWHERE = {
     "telegrad.testing.cluster",  # tests/testing
     "telegrad.nn.SharedModule",  # docs/training.md
 }
+INTERNAL = {"telegrad.observe.install"}  # how a layer is put on an agent
 
 NAMESPACE = {
     "DistributedOptimizer": optim.DistributedOptimizer,
@@ -69,7 +71,8 @@ def pair() -> Iterator[Cluster]:
 
 def test_every_name_has_a_page() -> None:
     text = "".join(page.read_text() for page in PAGES.glob("*.md"))
-    assert [name for name in names(MODULES + MORE) if f"::: {name}\n" not in text + "\n"] == []
+    found = set(re.findall(r"^(?:::: |## )([\w.]+)$", text, flags=re.MULTILINE))
+    assert set(names(MODULES + MORE)) - found == set()
 
 
 def test_every_error_is_explained() -> None:
@@ -91,16 +94,23 @@ def test_types_and_docstring(name: str) -> None:
         assert signature.return_annotation is not inspect.Signature.empty
 
 
-@pytest.mark.parametrize("name", [name for name in names(MODULES) if name not in ALONE | ELSEWHERE])
+@pytest.mark.parametrize(
+    "name", [name for name in names([*MODULES, "telegrad.observe"]) if name not in ALONE | ELSEWHERE | INTERNAL]
+)
 def test_examples(pair: Cluster, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     examples = doctest.DocTestFinder(recurse=False).find(value_of(name), name, globs=dict(NAMESPACE))
     tried = sum(len(each.examples) for each in examples)
-    assert tried, f"{name} has no Example"
+    assert tried, f"{name} has no Examples"
     runner = doctest.DocTestRunner(verbose=False)
     for each in examples:
         runner.run(each)
     assert runner.failures == 0
+
+
+@pytest.mark.parametrize("name", [name for name in names(MODULES + MORE) if inspect.isfunction(value_of(name))])
+def test_every_function_shows_an_example(name: str) -> None:
+    assert "Example:" in (inspect.getdoc(value_of(name)) or "") or name in INTERNAL
 
 
 @pytest.mark.slow

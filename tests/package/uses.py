@@ -25,6 +25,11 @@ async def later(text: str) -> bytes:
     return text.encode()
 
 
+@rpc.functions.async_execution
+def soon(a: int) -> rpc.Future[str]:
+    return rpc.Future()
+
+
 def nothing() -> None:
     return None
 
@@ -53,6 +58,8 @@ assert_type(rpc.rpc_sync("worker1", torch.add, (x, 1)), Tensor)
 assert_type(rpc.rpc_sync("worker1", torch.mm, (x, x)), Tensor)
 assert_type(rpc.rpc_sync("worker1", later, ("a",)), bytes)
 assert_type(rpc.rpc_sync("worker1", nn.Linear, (2, 2)), nn.Linear)
+assert_type(rpc.rpc_sync("worker1", soon, (1,)), str)
+rpc.rpc_sync("worker1", soon, ("a",))  # wrong
 rpc.rpc_sync("worker1", nothing)
 rpc.rpc_sync("worker1", anything, some)
 assert_type(rpc.rpc_async("worker1", add, (1, 2)), rpc.Future[int])

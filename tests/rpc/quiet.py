@@ -55,6 +55,28 @@ class QuietHelpers:
     ask = None
 
 
+class QuietCopier:
+    """Copies nothing."""
+
+    ask_for_help: Any = None  # set by links and sessions
+
+
+class QuietStream:
+    """What a link or a session knows of the stream under its connection."""
+
+    last_written = 0.0
+
+    def __init__(self, number: int, readable: Callable[[], bool] = lambda: False) -> None:
+        self._number = number
+        self._readable = readable
+
+    def fileno(self) -> int:
+        return self._number
+
+    def readable(self, seconds: float) -> bool:
+        return self._readable()
+
+
 class QuietRuntime:
     """All that a link or a session asks of its runtime."""
 

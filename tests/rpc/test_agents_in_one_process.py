@@ -186,7 +186,7 @@ def test_a_reply_lost_with_its_connection_is_sent_again(two: dict[str, Agent]) -
             answered.set()
             raise ConnectionResetError("cut")
 
-        connection.send = lose  # type: ignore[assignment]
+        connection.send = lose
         gate.set()
         assert answered.wait(10)
         assert waiting.result(10) == "once"
@@ -258,13 +258,13 @@ def test_an_end_without_a_word(two: dict[str, Agent]) -> None:
 
 
 def test_the_last_answers_of_a_burst_are_delivered(two: dict[str, Agent]) -> None:
-    """An answer that waits in its connection for company counts as given, and must leave before the goodbye."""
+    """An answer that waits in its connection for others counts as given, and must leave before the goodbye."""
     call("a", "b", count, "warm")
     (session,) = [s for s in agents["b"].peers.sessions() if s.member.name == "a"]
     connection = session.connection
     assert connection is not None
     send = connection.send
-    connection.send = lambda *args, **kwargs: send(*args, **{**kwargs, "hold": True})  # type: ignore[method-assign]
+    connection.send = lambda *args, **kwargs: send(*args, **{**kwargs, "hold": True})
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call, "a", "b", count, "held")
         wait_until(lambda: bool(connection._outbox))

@@ -10,7 +10,7 @@ def test_a_barrier_is_complete_when_all_have_come_and_its_keeper_hears_last() ->
     book, heard = Arrivals(), []
     for worker in ("w0", "w2", "w1"):
         assert book.complete(["w0", "w1", "w2"], "w0") == []
-        book.arrive("shutdown/0", worker, 5, lambda total, worker=worker: heard.append((worker, total)))  # type: ignore[misc]
+        book.arrive("shutdown/0", worker, 5, lambda total, worker=worker: heard.append((worker, total)))
     for answer, total in book.complete(["w0", "w1", "w2"], "w0"):
         answer(total)
     assert sorted(heard[:2]) == [("w1", 15), ("w2", 15)]

@@ -3,7 +3,6 @@
 import operator
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,7 @@ from telegrad.rpc.workers import Member
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import Frame, FrameKind
 from telegrad.wire.messages import AnyMessage, AutogradMetadata, PythonCall, PythonRemoteCall, RpcWithAutograd
-from tests.rpc.quiet import Events, quiet_runtime, serve_with
+from tests.rpc.quiet import Events, QuietCopier, QuietStream, quiet_runtime, serve_with
 
 CALLER = Member("caller", WorkerId(0), Incarnation(1), (), 0)
 ADD = pack(operator.add).payload
@@ -23,12 +22,12 @@ METADATA = AutogradMetadata(ContextId(1), MessageId(2))
 
 # The first call of a function, in each of the ways it can come.
 FIRST: dict[str, AnyMessage] = {
-    "call": PythonCall(7, ADD, 0.0),
-    "remote": PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0),
-    "call in a context": RpcWithAutograd(METADATA, PythonCall(7, ADD, 0.0), False),
-    "remote in a context": RpcWithAutograd(METADATA, PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD, 0.0), False),
+    "call": PythonCall(7, ADD),
+    "remote": PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD),
+    "call in a context": RpcWithAutograd(METADATA, PythonCall(7, ADD), False),
+    "remote in a context": RpcWithAutograd(METADATA, PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD), False),
 }
-NEXT = PythonCall(7, b"", 0.0)
+NEXT = PythonCall(7, b"")
 
 
 class Quiet:
@@ -36,8 +35,8 @@ class Quiet:
 
     def __init__(self, *messages: AnyMessage) -> None:
         self._frames = [Frame(FrameKind.REQUEST, i + 1, 0, m, (), (), b"", None, 0) for i, m in enumerate(messages)]
-        self.stream = SimpleNamespace(fileno=lambda: 0, readable=lambda _: bool(self._frames))
-        self.copier = SimpleNamespace()
+        self.stream = QuietStream(0, lambda: bool(self._frames))
+        self.copier = QuietCopier()
 
     def receive(self) -> list[Frame]:
         frames, self._frames = self._frames, []
@@ -49,7 +48,7 @@ def serving(serve: Callable[[Request], None], *messages: AnyMessage) -> tuple[Se
     runtime, quiet = quiet_runtime()
     serve_with(quiet, serve, PythonCall, PythonRemoteCall, RpcWithAutograd)
     session = Session(runtime, Events(), CALLER, False)
-    session.attach(Quiet(*messages))  # type: ignore[arg-type]
+    session.attach(Quiet(*messages))
     return session, quiet.io_threads.tasks
 
 

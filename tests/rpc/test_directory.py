@@ -16,7 +16,7 @@ OLD, NEW = record("w", 1, 0), record("w", 1, 1)
 OTHER_DRAW = record("w", 1, 0, draw=2)
 MOVED = record("w", 4, 0, draw=3)
 LEFT = msgspec.structs.replace(OLD, leaving=True)
-TOLD_OLD, TOLD_NEW, TOLD_MOVED = (msgspec.structs.replace(m, hearsay=True) for m in (OLD, NEW, MOVED))
+TOLD_OLD, TOLD_NEW, TOLD_MOVED = (msgspec.structs.replace(m, relayed=True) for m in (OLD, NEW, MOVED))
 
 CASES = {
     "a newcomer": ([], OLD, OLD, []),
@@ -28,10 +28,10 @@ CASES = {
     "an old one leaving": ([OLD, NEW], LEFT, NEW, []),
     "one that left, repeated by another": ([OLD, LEFT], TOLD_OLD, None, []),
     "back under another id": ([OLD], MOVED, MOVED, [OLD]),
-    "hearsay of a stranger": ([], TOLD_OLD, TOLD_OLD, []),
-    "hearsay of a restart": ([OLD], TOLD_NEW, OLD, []),
-    "hearsay against a namesake's own word": ([OLD], TOLD_MOVED, OLD, []),
-    "a namesake's own word against hearsay": ([TOLD_OLD], MOVED, MOVED, [TOLD_OLD]),
+    "relayed, of a stranger": ([], TOLD_OLD, TOLD_OLD, []),
+    "relayed, of a restart": ([OLD], TOLD_NEW, OLD, []),
+    "relayed, against a namesake's own word": ([OLD], TOLD_MOVED, OLD, []),
+    "a namesake's own word against a relayed one": ([TOLD_OLD], MOVED, MOVED, [TOLD_OLD]),
 }
 
 

@@ -180,7 +180,7 @@ def test_each_fact_says_where_it_is_from() -> None:
         ({**TORCHRUN, "RANK": "x"}, "RANK='x'"),
         ({"JOB_COMPLETION_INDEX": "0"}, "Put WORLD_SIZE"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "set MASTER_ADDR"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "a[x-y]"}, "no list of hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a[x-y]"}, "not a list of hosts"),
         ({**JOBSET, "JOB_INDEX": "one"}, "must be numbers"),
     ],
 )

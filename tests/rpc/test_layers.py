@@ -41,7 +41,7 @@ def test_messages_and_their_marks() -> None:
     layers = Layers()
     upper = Upper()
     layers.install(upper)
-    layers.served[PythonCall].handler("a request")  # type: ignore[arg-type] # anything will do
+    layers.served[PythonCall].handler("a request")  # anything will do
     assert upper.heard == ["a request"]
     assert [layers.is_work(kind) for kind in (PythonCall, Barrier, Ping)] == [True, False, True]
     assert [layers.is_deferrable(kind) for kind in (PythonCall, Goodbye, Ping)] == [False, True, False]

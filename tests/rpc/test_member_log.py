@@ -136,20 +136,20 @@ def test_the_second_to_open_joins_the_first(port: int, capfd: pytest.CaptureFixt
     first.set("a", "b")
     assert second.get("a") == b"b"
     assert store_host.worker_endpoint_of(second) == endpoint
-    with store_host.connect_silent(endpoint) as silent, store_host.connect_monitor(second, endpoint) as beacon:
-        assert beacon.getpeername()[1] != port
+    with store_host.connect_silent(endpoint) as silent, store_host.connect_monitor(second, endpoint) as monitor:
+        assert monitor.getpeername()[1] != port
         del first
         silent.settimeout(5)
         assert silent.recv(1) == b""
-        beacon.settimeout(5)
+        monitor.settimeout(5)
         with pytest.raises(ConnectionResetError):
-            beacon.recv(1)
+            monitor.recv(1)
     with pytest.raises(ConnectionRefusedError):
         store_host.attempt(endpoint, opens=False, seconds=5)
     assert capfd.readouterr().err == ""
 
 
-def test_a_store_without_a_beacon_is_monitored_itself(port: int) -> None:
+def test_a_store_without_a_monitor_port_is_monitored_itself(port: int) -> None:
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with store_host.connect_monitor(store, ("127.0.0.1", port)) as silent:
         assert silent.getpeername()[1] == port

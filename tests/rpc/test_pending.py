@@ -16,7 +16,7 @@ def slot(timeout: float = 0.0, now: float = 0.0, future: bool = False) -> Slot:
 
 
 def admitted(pending: Pending, count: int, **given: object) -> list[Slot]:
-    slots = [slot(**given) for _ in range(count)]  # type: ignore[arg-type]
+    slots = [slot(**given) for _ in range(count)]
     for each in slots:
         pending.admit(each)
     return slots
@@ -71,7 +71,7 @@ def test_every_interleaving_ends_a_request_once(order: tuple[str, ...]) -> None:
 
 
 def test_deadlines_are_minded_for_futures_only() -> None:
-    """A caller that waits in person minds its own."""
+    """A caller that waits keeps its own deadline."""
     pending = Pending()
     _, earliest = pending.admit(slot(timeout=1.0))
     assert not earliest

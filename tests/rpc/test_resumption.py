@@ -10,7 +10,6 @@ is taken once, and no answer is kept after it is known to have arrived.
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from telegrad.rpc.workers import Member
 from telegrad.wire.frames import Frame, FrameKind
 from telegrad.wire.messages import Ack, AnyMessage, CancelCall, CleanupAutogradContext, Ping
 from tests.exploring import Chance, explore
-from tests.rpc.quiet import Events, quiet_runtime, serve_with
+from tests.rpc.quiet import Events, QuietCopier, QuietStream, quiet_runtime, serve_with
 
 CALLER = Member("caller", WorkerId(0), Incarnation(1), (), 0)
 CALLEE = Member("callee", WorkerId(1), Incarnation(2), (), 0)
@@ -38,29 +37,28 @@ Content = tuple[int, int, int, AnyMessage, bytes]
 class Wire:
     """What both ends of one connection have sent and not yet read."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, pause: Callable[[Hashable], None]) -> None:
         self.number = number
         self.to_callee: deque[Content] = deque()
         self.to_caller: deque[Content] = deque()
         self.is_cut = False
-        self.caller = End(self, self.to_callee)
-        self.callee = End(self, self.to_caller)
+        self.caller = End(self, self.to_callee, pause)
+        self.callee = End(self, self.to_caller, pause)
 
 
 class End:
     """One end of a connection, with as much of `Connection` as links and sessions use."""
 
-    pause: Callable[[Hashable], None] = lambda _: None  # what may happen before a message is on its way
-
-    def __init__(self, wire: Wire, sent: deque[Content]) -> None:
+    def __init__(self, wire: Wire, sent: deque[Content], pause: Callable[[Hashable], None]) -> None:
         self.wire = wire
         self.sent = sent
+        self.pause = pause  # what may happen before a message is on its way
         self.held: list[Content] = []
         self.closed = False
-        self.stream = SimpleNamespace(fileno=lambda: wire.number, last_written=0.0)
+        self.stream = QuietStream(wire.number)
         self.after_hold: Callable[[], None] = lambda: None
         self.on_blocked: Callable[[], None] = lambda: None
-        self.copier = SimpleNamespace()
+        self.copier = QuietCopier()
 
     def send(
         self,
@@ -146,17 +144,16 @@ class World(Events):
         self.lost_links.append("redial")
 
     def dial(self, link: Link, deadline: float) -> Dialled | Unanswered:
-        wire = Wire(len(self.wires) + 1)
-        wire.caller.pause = wire.callee.pause = self.pause  # type: ignore[method-assign]
+        wire = Wire(len(self.wires) + 1, self.pause)
         self.wires.append(wire)
-        self.session.attach(wire.callee)  # type: ignore[arg-type]
-        return Dialled(wire.caller, False)  # type: ignore[arg-type]
+        self.session.attach(wire.callee)
+        return Dialled(wire.caller, False)
 
     def serve(self, request: Request) -> None:
         if type(request.message) is Ping:
             self.session.reply(FrameKind.REPLY, request.frame.request_id, Ack())
             return
-        number = request.message.context_id  # type: ignore[union-attr]
+        number = request.message.context_id
         if request.frame.kind == FrameKind.NOTICE:
             self.noticed[number] += 1
             return
@@ -203,11 +200,11 @@ class World(Events):
         slot = self.slots[number] = Slot(lambda: "a call", 0.0, FOREVER)
         self.outcomes[number] = []
         slot.complete = lambda slot: self.outcomes[number].append(_outcome(slot))
-        self.link.request(slot, CleanupAutogradContext(number, ()))  # type: ignore[arg-type] # any message will do
+        self.link.request(slot, CleanupAutogradContext(number, ()))  # any message will do
 
     def tell(self) -> None:
         self.left["tell"] -= 1
-        self.link.notify(CleanupAutogradContext(100 + self.left["tell"], ()))  # type: ignore[arg-type]
+        self.link.notify(CleanupAutogradContext(100 + self.left["tell"], ()))
 
     def redial(self) -> None:
         self.lost_links.popleft()
@@ -224,20 +221,20 @@ class World(Events):
         slot = self.link.replies.take(frame)
         self.link.replies.complete([] if slot is None else [slot])
         if self.by_name:
-            self.link.replies.acknowledge(wire.caller)  # type: ignore[arg-type]
-        self.link.replies.flush(wire.caller)  # type: ignore[arg-type]
+            self.link.replies.acknowledge(wire.caller)
+        self.link.replies.flush(wire.caller)
 
     def cut(self, wire: Wire) -> None:
         self.left["cut"] -= 1
         wire.is_cut = True
 
     def callee_notices(self, wire: Wire) -> None:
-        self.session.ended(wire.callee)  # type: ignore[arg-type]
+        self.session.ended(wire.callee)
         wire.to_callee.clear()
 
     def answer(self, number: int) -> None:
         request = self.running.pop(number)
-        self.session.reply(FrameKind.REPLY, request.frame.request_id, CleanupAutogradContext(number, ()))  # type: ignore[arg-type]
+        self.session.reply(FrameKind.REPLY, request.frame.request_id, CleanupAutogradContext(number, ()))
 
     def deadline(self, slot: Slot) -> None:
         self.left["deadline"] -= 1
@@ -268,7 +265,6 @@ class World(Events):
     def state(self) -> Hashable:
         """All that decides what can happen from here on."""
         link, session = self.link, self.session
-        requests = session.requests
         return (
             tuple(self.suspended),
             tuple(sorted(self.left.items())),
@@ -281,8 +277,8 @@ class World(Events):
             tuple(sorted(self.late.items())),
             tuple(sorted(self.noticed.items())),
             link.pending.numbers(),
-            (tuple(link.replies._received), link.replies.state, len(link._notices), len(self.lost_links)),
-            (tuple(requests.replies), tuple(requests.running), requests.acknowledged, repr(requests._forgotten)),
+            (link.replies.unacknowledged, link.replies.state, link.kept_notices, len(self.lost_links)),
+            session.requests.numbers(),
             (link.current is None, session.connection is None),
         )
 
@@ -296,7 +292,7 @@ def _outcome(slot: Slot) -> str:
     if slot.error is not None:
         return type(slot.error).__name__
     assert slot.frame is not None
-    return f"reply {slot.frame.message.context_id}"  # type: ignore[union-attr]
+    return f"reply {slot.frame.message.context_id}"
 
 
 def settle(world: World) -> None:
@@ -334,6 +330,7 @@ SCENARIOS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # it takes seconds, but a machine may be busy
 @pytest.mark.parametrize("given", SCENARIOS.values(), ids=SCENARIOS)
 def test_every_order(given: dict[str, Any]) -> None:
     def run(chance: Chance) -> None:
@@ -366,7 +363,7 @@ def test_a_link_that_acknowledges_too_early_is_found_out() -> None:
         world = World(chance, requests=2, cuts=1)
         pending = world.link.pending
         admit = pending.admit
-        pending.admit = lambda slot: (admit(slot)[0] + 1, False)  # type: ignore[method-assign]
+        pending.admit = lambda slot: (admit(slot)[0] + 1, False)
         world.run()
         check(world)
 

@@ -142,7 +142,7 @@ def member(agent: Agent, incarnation: int = 77) -> Iterator[socket.socket]:
 
 
 def frame(message: object, kind: int = FrameKind.REQUEST, **more: int) -> bytes:
-    return encode_prefix(kind, 1, 0, message, (), (), **more)  # type: ignore[arg-type]
+    return encode_prefix(kind, 1, 0, message, (), (), **more)
 
 
 NONSENSE = {
@@ -168,10 +168,10 @@ def test_nonsense_closes_that_connection_only(agent: Agent, what: str, caplog: p
 @pytest.mark.parametrize(
     "call",
     [
-        frame(PythonCall(7, b"", 1.0)),  # a number that was never defined
-        frame(PythonCall(8, b"not a pickle", 1.0)),
-        frame(PythonCall(0, b"", 1.0), payload_bytes=3) + b"abc",
-        frame(PythonCall(0, b"", 1.0)),
+        frame(PythonCall(7, b"")),  # a number that was never defined
+        frame(PythonCall(8, b"not a pickle")),
+        frame(PythonCall(0, b""), payload_bytes=3) + b"abc",
+        frame(PythonCall(0, b"")),
         frame(Ack()),  # a request that is none
     ],
     ids=["undefined", "bad definition", "bad payload", "no payload", "no handler"],
@@ -186,7 +186,7 @@ def test_bad_requests_are_answered(agent: Agent, call: bytes) -> None:
 
 def test_a_truncated_request_harms_nobody(agent: Agent) -> None:
     with member(agent) as sock:
-        sock.sendall(frame(PythonCall(0, b"", 1.0), payload_bytes=1000) + b"only this")
+        sock.sendall(frame(PythonCall(0, b""), payload_bytes=1000) + b"only this")
     still_works()
 
 

@@ -17,7 +17,7 @@ slow = pytest.mark.slow
 
 
 def forward(module: Any, x: Tensor) -> Tensor:
-    return module.local_value()(x)  # type: ignore[no-any-return]
+    return module.local_value()(x)
 
 
 def forward_through(next_worker: str, module: Any, x: Tensor) -> Tensor:

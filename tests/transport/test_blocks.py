@@ -429,4 +429,4 @@ class Traffic(RuleBasedStateMachine):
 
 
 def test_no_block_is_lent_while_anybody_aliases_it() -> None:
-    run_state_machine_as_test(Traffic)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(Traffic)

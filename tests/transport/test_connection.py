@@ -270,7 +270,7 @@ def test_some_go_back_and_others_are_copied() -> None:
 
 
 def test_what_goes_back_is_named_before_it_is_released() -> None:
-    """A reply that waits for company is written after others; the word that its block is free must not overtake it."""
+    """A reply that waits for others is written after others; the word that its block is free must not overtake it."""
     a, b = make_pair()
     with closing(a), closing(b):
         send_tensor(a, torch.ones(100_000))
@@ -368,7 +368,7 @@ def test_a_return_that_is_read_after_the_end_is_no_fault_of_the_peer() -> None:
 def raw_frame(
     message: object, segments: list[SegmentSpec] | None = None, data: bytes = b"", kind: FrameKind = FrameKind.NOTICE
 ) -> bytes:
-    return encode_prefix(kind, 1, 0, message, (), segments or (), 0, len(data)) + data  # type: ignore[arg-type]
+    return encode_prefix(kind, 1, 0, message, (), segments or (), 0, len(data)) + data
 
 
 NONSENSE = {

@@ -27,7 +27,7 @@ class Recorder:
 
 
 def faulty(recorder: Recorder, **plans: FaultPlan) -> Any:
-    return FaultyConnection(recorder, Faults(plans))  # type: ignore[arg-type]
+    return FaultyConnection(recorder, Faults(plans))
 
 
 def test_plans_are_counted_over_all_connections() -> None:

@@ -25,7 +25,7 @@ from telegrad.wire.frames import (
 )
 from telegrad.wire.messages import Ack, Barrier, PythonCall, PythonReply
 
-CALL = PythonCall(3, b"definition", 60.0)
+CALL = PythonCall(3, b"definition")
 
 
 def frame_bytes(
@@ -196,7 +196,7 @@ def test_any_frames_in_any_pieces(frames: list[tuple[object, bytes, int]], piece
     raw = b"".join(
         encode_prefix(
             FrameKind.NOTICE, i, 0, message, (), [SegmentSpec(extra, INLINE, 0)] * bool(extra), len(payload), extra
-        )  # type: ignore[arg-type]
+        )
         + payload
         + b"e" * extra
         for i, (message, payload, extra) in enumerate(frames)

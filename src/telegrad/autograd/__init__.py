@@ -55,7 +55,7 @@ class context:  # noqa: N801 - the name torch's users write
     context with `strict` is open, sending a tensor that requires grad from this worker outside any context is an error.
     Under `torch.no_grad()` nothing is recorded either; that was asked for, and is no error.
 
-    Example:
+    Examples:
         >>> x = torch.ones(2, requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.exp, (x * 0,)).sum()])
@@ -92,7 +92,7 @@ def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tens
 
     With `worker`, those of another worker: copies of its leaves, and of their gradients.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.sum, (x * 3,))])
@@ -117,7 +117,7 @@ def _gradient_pairs(context_id: int) -> list[tuple[Tensor, Tensor]]:
 def inspect_context(context_id: int) -> dict[str, Any]:
     """What this worker knows of a context: sends, receives, participants, gradients, what a running pass waits for.
 
-    Example:
+    Examples:
         >>> x = torch.ones(2, requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     y = rpc.rpc_sync("worker1", torch.exp, (x,))

@@ -30,7 +30,7 @@ class Snapshot(NamedTuple):
 class Context(msgspec.Struct, eq=False, weakref=True):
     """One worker's part of one distributed autograd context. A struct: one is made for every step, in C.
 
-    Example:
+    Examples:
         >>> with autograd.context() as context_id:
         ...     autograd.inspect_context(context_id)["participants"]
         []

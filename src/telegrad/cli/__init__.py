@@ -1,4 +1,4 @@
-"""The command `telegrad`: `run` a script on local workers, `doctor` to see what this machine is good for."""
+"""The command `telegrad`: `run` a script on local workers, look at jobs that run, see what this machine is good for."""
 
 import argparse
 import sys
@@ -83,6 +83,15 @@ def _add_watching(commands: Any) -> None:
     _add_connect(top)
     top.add_argument("--once", action="store_true", help="print once and end")
     top.set_defaults(command=_watch, watch="top")
+    status = commands.add_parser(
+        "status",
+        help="print the workers of a running job: state, address, uptime, calls, memory",
+        description="Print the workers of a running job. The exit status is 0 if each of them answers and none is in a "
+        "deadlock.",
+    )
+    _add_connect(status)
+    status.add_argument("--json", action="store_true", help="for programs to read")
+    status.set_defaults(command=_watch, watch="status")
 
 
 def _add_connect(parser: argparse.ArgumentParser) -> None:

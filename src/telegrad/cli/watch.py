@@ -1,4 +1,4 @@
-"""`telegrad dashboard`, `top` and `trace`: programs that are watched, and those that are found running."""
+"""`telegrad dashboard`, `top`, `status` and `trace`: programs that are watched, and those that are found running."""
 
 import argparse
 import logging
@@ -73,3 +73,10 @@ def top(options: argparse.Namespace) -> int:
             return show(lambda: None if has_ended(agent) else board.state, once=options.once)
         finally:
             board.close()
+
+
+def status(options: argparse.Namespace) -> int:
+    """Print the workers of a job, once."""
+    from telegrad.cli.status import show
+
+    return show(options)

@@ -7,6 +7,7 @@ attributes of parent packages, and names that modules imported earlier have alre
 import importlib
 import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +15,7 @@ import torch
 import torch.distributed  # noqa: F401 - the parent of what is replaced
 
 from telegrad.compat.failures import leave_failures_to_logging, print_failures
-from telegrad.rpc import remote_errors
-from telegrad.rpc.client.link import Link
-from telegrad.rref import RRef
+from telegrad.rpc.torch_modes import stand_in
 
 # What stands in for what. Those of torch's that were not imported yet are never loaded. A submodule that is not listed
 # here but lies in `telegrad/compat/rpc` is found there when it is first imported.
@@ -50,6 +49,7 @@ _BINDERS = ("torch.distributed.nn", "torch.distributed.nn.api", "torch.distribut
 _KEEP_TORCH = ("torch._jit_internal", "torch.jit", "torch._C")
 
 _MISSING = object()
+_INTERNAL = "telegrad.compat.rpc.internal"
 
 
 class Replacement:
@@ -63,6 +63,7 @@ class Replacement:
         self._there: dict[int, Any] = {}
         self._back: dict[int, Any] = {}
         self._kept: list[Any] = []  # alive, so that their identity stays their own
+        self.refuse_script_modules: Callable[[], None] = lambda: None  # set once they travel
 
     def apply(self) -> None:
         """Change everything."""
@@ -154,26 +155,31 @@ _installed: list[Replacement] = []
 
 
 def install() -> None:
-    """Put Telegrad in the place of torch.distributed.rpc and what belongs to it. Once is enough; more does no harm."""
+    """Put Telegrad in the place of torch.distributed.rpc and what belongs to it. Once is enough; more does no harm.
+
+    Example:
+        import telegrad.compat
+
+        telegrad.compat.install()
+        import torch.distributed.rpc as rpc  # Telegrad's, under torch's names
+    """
     with _lock:
         if not _installed:
             replacement = Replacement()
             replacement.apply()
             _installed.append(replacement)
-            RRef._shown_as_in_torch = True
-            remote_errors.takes_parts = False
-            Link.cancels_at_timeout = False
-            importlib.import_module("telegrad.compat.rpc.internal").send_script_modules()
+            stand_in.use(stand_in.TORCHS)
+            replacement.refuse_script_modules = importlib.import_module(_INTERNAL).send_script_modules()
 
 
 def uninstall() -> None:
     """Undo `install`. A worker that is running goes on as it is."""
     with _lock:
         if _installed:
-            _installed.pop().undo()
-            RRef._shown_as_in_torch = False
-            remote_errors.takes_parts = True
-            Link.cancels_at_timeout = True
+            replacement = _installed.pop()
+            replacement.refuse_script_modules()
+            replacement.undo()
+            stand_in.use(stand_in.OURS)
 
 
 def is_installed() -> bool:

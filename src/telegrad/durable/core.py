@@ -69,7 +69,7 @@ class Resume(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Parts of these members are nowhere; the run has to end. `started` tells whether there ever was a snapshot."""
+    """No copy of the parts of these members is left; the run has to end. `started`: whether there was any snapshot."""
 
     members: tuple[str, ...]
     started: bool

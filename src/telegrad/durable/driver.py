@@ -290,7 +290,7 @@ class Driver:
                 "values is lost. Start the program again"
             )
         return StateLost(
-            f"run {run!r} cannot go on: the state of {names} is nowhere. The worker and all {self._settings.copies} "
-            "that "
-            "kept copies of it died together, and no whole snapshot is on disk. Raise `copies`, or give a `directory`"
+            f"run {run!r} cannot go on: no copy of the state of {names} is left. The worker and all "
+            f"{self._settings.copies} that kept copies of it died together, and no whole snapshot is on disk. Raise "
+            "`copies`, or give a `directory`"
         )

@@ -76,7 +76,7 @@ class DurableRef(Generic[T]):
         if agent.info.name != self._owner:
             raise RRefError(f"{self} has its value on {self._owner!r}; local_value() was asked on {agent.info.name!r}")
         value = part_of(agent, self._run).find(self._name)
-        return value.get_parameter(self._within) if self._within else value  # type: ignore[no-any-return]
+        return value.get_parameter(self._within) if self._within else value  # type: ignore[no-any-return] # typed by what it comes from
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """The value; on any worker but the owner a copy."""

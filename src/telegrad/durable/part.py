@@ -180,7 +180,7 @@ def part_of(agent: Agent, run: str) -> Part:
 def not_restored(agent: Agent, run: str, name: str) -> NotRestored:
     """The error for a durable value that cannot be used now."""
     return NotRestored(
-        f"durable value {name!r} of run {run!r} is not to be had on worker {agent.info.name!r} now: the worker was "
+        f"durable value {name!r} of run {run!r} is not available on worker {agent.info.name!r} now: the worker was "
         "started "
         "again, or the run is returning to its last snapshot. Inside `run.step()` the step runs again by itself",
         worker=agent.info.name,

@@ -32,6 +32,7 @@ DEFAULT_RESTART_TIMEOUT = 300.0
 class Run:
     """A training run that outlives its workers.
 
+    Example:
         run = durable.Run("digits")
         stem = run.module("worker1", Stem)
         optimizer = run.optimizer(torch.optim.Adam, [stem], lr=1e-3)

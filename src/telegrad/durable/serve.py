@@ -24,7 +24,13 @@ def serve(patience: float = 300.0) -> None:
     """Serve until all durable runs here have been closed by their drivers, and somebody shuts down.
 
     In a job of open size, where each leaves alone, it returns when the runs are closed. A driver that died is waited
-    for up to `patience` seconds; WorkerDied names it then."""
+    for up to `patience` seconds; WorkerDied names it then.
+
+    Example:
+        rpc.init_rpc("worker1")
+        durable.serve()  # instead of work of its own
+        rpc.shutdown()
+    """
     agent = require_agent()
     parts = parts_of(agent)
     gone_since: dict[str, float] = {}
@@ -61,7 +67,7 @@ def _somebody_shuts_down(agent: Agent) -> bool:
 
 
 def _missing_at_shutdown(agent: Agent, member: Member) -> Collection[str] | None:
-    """Whom a worker misses at the shutdown's barrier, as far as it keeps the book; None if it does not answer."""
+    """Whom a worker misses at the shutdown's barrier, as far as it coordinates that; None if it does not answer."""
     if member.incarnation == agent.member.incarnation:
         return agent.layer(Barriers).missing(_BARRIER)
     try:

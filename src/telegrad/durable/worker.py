@@ -95,7 +95,7 @@ def _send_on(
             if not holders:
                 rpc.rpc_sync(driver, note, (part.run, "arrived", me, snapshot), timeout=seconds)
     except (WorkerDied, RunSuperseded) as error:  # the driver hears of it, too, and returns to an older one
-        log.debug("a copy of %r after step %d went nowhere: %s", part.run, snapshot.step, error)
+        log.debug("a copy of %r after step %d could not be delivered: %s", part.run, snapshot.step, error)
     except Exception as error:
         _complain(agent, part, snapshot, driver, error, seconds)
     finally:
@@ -112,7 +112,7 @@ def _complain(agent: Agent, part: Part, snapshot: Snapshot, driver: str, error: 
     try:
         rpc.rpc_sync(driver, note, (part.run, "failed", text, snapshot), timeout=seconds)
     except WorkerDied as died:
-        log.debug("and the driver is gone: %s", died)
+        log.debug("the driver could not be told: %s", died)
 
 
 def send_copies(part: Part, epoch: int, snapshot: Snapshot, holders: tuple[str, ...], seconds: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from telegrad.autograd.attach import install as install_autograd
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import ContextEngine
-from telegrad.engine.backward import backward, backward_async
+from telegrad.engine.backward import RecordedPasses, backward, backward_async
 from telegrad.engine.checkpoints import install as install_checkpoints
 from telegrad.engine.cleanup import end_context, serve_cleanup
 from telegrad.engine.higher.grad import grad, hvp, vjp
@@ -35,7 +35,7 @@ from telegrad.wire.messages import (
 __all__ = ["EngineLayer", "backward", "backward_async", "end_context", "grad", "hvp", "install", "vjp"]
 
 
-class EngineLayer(Service, ContextEngine, BackwardRunner):
+class EngineLayer(Service, ContextEngine, RecordedPasses, BackwardRunner):
     """The passes of an agent, with all that they answer, and what the layers below ask of them."""
 
     def messages(self) -> Mapping[type[Any], Served]:

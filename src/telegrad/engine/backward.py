@@ -17,6 +17,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.functions import edge_of
 from telegrad.autograd.registry import within
 from telegrad.engine.passes import Roots
+from telegrad.engine.root_pass import RootPass
 from telegrad.engine.service import Service
 from telegrad.errors import AutogradError
 from telegrad.rpc.current import require_agent
@@ -30,6 +31,14 @@ class PassProfiler(Layer):
 
     def profiling(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Around a pass that begins in a thread that is being profiled."""
+        raise NotImplementedError
+
+
+class RecordedPasses(Layer):
+    """What `backward(create_graph=True)` asks of the layer that knows such passes; it derives from this."""
+
+    def open_recording(self, context: Context, timeout: float) -> RootPass:
+        """A new pass whose root is here and whose gradients have a graph."""
         raise NotImplementedError
 
 
@@ -55,7 +64,7 @@ def backward(
     The gradients of leaves are in `get_gradients(context_id)` on the worker where the leaf lives, never in `.grad`.
     An error on any worker ends the pass on all, and is raised here with that worker's name and traceback.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 2))
@@ -71,7 +80,7 @@ def backward(
     started = as_roots(context, roots, grad_tensors)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
     if create_graph:
-        pass_ = service.open_recording(context, seconds)
+        pass_ = agent.layer(RecordedPasses).open_recording(context, seconds)
     else:
         pass_ = service.open(context, retain_graph, seconds)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
@@ -96,7 +105,7 @@ def backward_async(
 ) -> Future[None]:
     """Like `backward`, but returns a Future at once, which can be waited for or awaited.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 2))

@@ -5,6 +5,7 @@ error that ended the pass there. The first error ends the pass everywhere.
 """
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -35,6 +36,7 @@ class RootPass(Pass):
     _waiting = False
     _told_of_error = False
     _news: Wakeup | None = None  # made by the root before it sleeps; set when something was settled
+    new_wakeup: Callable[[], Wakeup] = Wakeup  # what makes it; tests put in one that lets their world go on
 
     def __init__(
         self, service: "Service", context: Context, pass_id: PassId, retain_graph: bool, timeout: float
@@ -62,9 +64,9 @@ class RootPass(Pass):
             with self._lock:
                 self._open -= 1
             raise
-        # First those that may answer with gradients, so that the root takes these in person.
+        # First those that may answer with gradients, so that the root reads these itself.
         self._asked.insert(len(self._asked) if type(message) is BeginPass else 0, slot)
-        if self._waiting:  # the root will not come for this reply in person
+        if self._waiting:  # the root will not come for this reply itself
             slot.link.expect()
 
     def _take_answer(self, slot: Slot) -> None:
@@ -144,7 +146,7 @@ class RootPass(Pass):
 
     def _sleep(self) -> None:
         if self._news is None:  # whoever settles something from here on sets it; the caller looks again before it waits
-            self._news = Wakeup()
+            self._news = self.new_wakeup()
             return
         left = self._deadline - time.monotonic()
         if left <= 0:

@@ -34,7 +34,7 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool, create_g
     agent = handle.rrefs.agent
     handle.check_usable("backward()")
     message = RRefBackward(handle.rref_id, ContextId(context_id), retain_graph)
-    # The owner is the root and minds the time of the pass; its error is the reply.
+    # The owner is the root and keeps the deadline of the pass; its error is the reply.
     agent.ask(handle.owner, message, timeout=0.0, what=lambda: f"the backward pass of context {context_id} from {rref}")
 
 

@@ -82,10 +82,6 @@ class Service(Layer):
         self._enter(context, pass_)
         return pass_
 
-    def open_recording(self, context: Context, timeout: float) -> RootPass:
-        """A new pass whose root is here and whose gradients have a graph; of the layer that knows such passes."""
-        raise NotImplementedError
-
     def join(
         self, context: Context, pass_id: PassId, root: WorkerId, retain_graph: bool, known: Iterable[WorkerId]
     ) -> tuple[Pass, bool]:

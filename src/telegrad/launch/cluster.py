@@ -40,7 +40,7 @@ class Cluster:
     After `start_restarting`, a worker that ends otherwise than by a shutdown is started again by the thread that saw
     it end; the lock guards the table of processes against that thread.
 
-    Example:
+    Examples:
         >>> with telegrad.local_cluster(workers=3) as cluster:
         ...     cluster.others
         ('worker1', 'worker2')
@@ -103,7 +103,7 @@ class Cluster:
             send_orders(ours, orders)
 
     def _ended(self, process: Supervised) -> None:
-        """A worker's process has ended; called by the thread that watched it."""
+        """A worker's process has ended; called by the thread that waited for it."""
         name = process.name
         agent = current_agent()
         if agent is not None and self._restarting:
@@ -241,7 +241,7 @@ def local_cluster(
         dashboard: whether to serve a live page of the job; its address is printed, and is `cluster.dashboard`.
         shutdown_timeout: seconds that calls under way at the end of the block may still take, before ShutdownError.
 
-    Example:
+    Examples:
         >>> with telegrad.local_cluster(workers=2):
         ...     rpc.rpc_sync("worker1", pow, (2, 3))
         8

@@ -30,7 +30,7 @@ class Rendezvous:
             threading.Thread(target=self._end_with_guests, daemon=True).start()
 
     def secret(self, guest: Any = None) -> str:
-        """The secret of the job; for an actor that joins by itself, which is then watched."""
+        """The secret of the job; for an actor that joins by itself, whose end is then noticed."""
         if guest is not None:
             self._guests.append(guest)
         return self._secret

@@ -1,6 +1,6 @@
 """A whole model to one file and back. The suffix chooses the form: `.safetensors`, or torch.save's for anything else.
 
-A file is written beside its place and then moved there, so a crash while saving leaves the previous checkpoint whole.
+A file is written under another name and then renamed, so a crash while saving leaves the previous checkpoint whole.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from telegrad.nn.whole_model import load_state_dict, state_dict
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Gather the model's state from all its owners and write it to `path`.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(RemoteModule("worker1", torch.nn.Linear, args=(2, 1)))
         >>> nn.save(model, "model.pt")
         >>> nn.restore(model, "model.pt")
@@ -45,7 +45,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def restore(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> Any:
     """Read `path` and give every module, here and on other workers, its part; returns what `load_state_dict` does.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(RemoteModule("worker1", torch.nn.Linear, args=(2, 1)))
         >>> nn.save(model, "model.pt")
         >>> nn.restore(model, "model.pt")

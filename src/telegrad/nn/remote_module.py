@@ -221,7 +221,7 @@ class RemoteModule(_RemoteModule):
     `worker`, `worker/device`, `rank:0/device`, or a bare device of this worker. Calls record gradients in the current
     context, as any call does. It can be sent to other workers in the arguments and results of calls.
 
-    Example:
+    Examples:
         >>> layer = RemoteModule("worker1", torch.nn.Linear, args=(3, 2))
         >>> with torch.no_grad():
         ...     layer(torch.ones(1, 3)).shape
@@ -286,7 +286,7 @@ def _tell_owners(model: nn.Module, function: Callable[..., None], *args: object)
 
 def _reach_from_models() -> None:
     if nn.Module.requires_grad_ is not _requires_grad_everywhere:
-        nn.Module.requires_grad_ = _requires_grad_everywhere  # type: ignore[assignment,method-assign]
+        nn.Module.requires_grad_ = _requires_grad_everywhere  # type: ignore[assignment,method-assign] # replaced on purpose
         nn.Module.zero_grad = _zero_grad_everywhere  # type: ignore[method-assign] # replaced on purpose
 
 

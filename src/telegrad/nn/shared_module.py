@@ -28,6 +28,12 @@ class SharedModule(nn.Module):
 
     Costs one copy of the parameters for each context, kept until the context ends. Outside any context, and under
     `no_grad`, the module itself runs.
+
+    Example:
+        served = SharedModule(nn.Linear(8, 1))  # on its owner
+
+        def forward(x):  # which trainers call, each in a context of its own
+            return served(x)
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -77,9 +83,9 @@ class _InPlaceOf(torch.autograd.Function):
 
 def _replica(module: nn.Module, copies: Copies) -> nn.Module:
     """The module with `copies` in place of its parameters. A node for each use: calls share no node but the leaves."""
-    standing: Copies = {param: _InPlaceOf.apply(param, copy) for param, copy in copies.items()}  # type: ignore[no-untyped-call]
+    standing: Copies = {param: _InPlaceOf.apply(param, copy) for param, copy in copies.items()}  # type: ignore[no-untyped-call] # torch's own, without types
     originals = list(module.modules())
-    replicas = {each: each._replicate_for_data_parallel() for each in originals}  # type: ignore[no-untyped-call]
+    replicas = {each: each._replicate_for_data_parallel() for each in originals}  # type: ignore[no-untyped-call] # torch's own, without types
     for original, replica in replicas.items():
         for name, child in original._modules.items():
             replica._modules[name] = None if child is None else replicas[child]

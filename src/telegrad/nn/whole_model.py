@@ -18,7 +18,7 @@ from telegrad.nn.remote_module import _RemoteModule, states_read, states_written
 def remote_parameters(model: nn.Module) -> list[Any]:
     """References to all parameters of the model, local ones included, for a DistributedOptimizer.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(RemoteModule("worker1", torch.nn.Linear, args=(2, 1)))
         >>> optimizer = DistributedOptimizer(torch.optim.SGD, nn.remote_parameters(model), lr=0.1)
     """
@@ -28,7 +28,7 @@ def remote_parameters(model: nn.Module) -> list[Any]:
 def named_remote_parameters(model: nn.Module) -> list[tuple[str, Any]]:
     """The same with their names, in the order in which one process would list them.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(RemoteModule("worker1", torch.nn.Linear, args=(2, 1)))
         >>> [name for name, _ in nn.named_remote_parameters(model)]
         ['0.weight', '0.bias']
@@ -51,7 +51,7 @@ def named_remote_parameters(model: nn.Module) -> list[tuple[str, Any]]:
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """The state of the whole model, as `model.state_dict()` gives it.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), RemoteModule("worker1", torch.nn.Linear, args=(2, 1)))
         >>> list(nn.state_dict(model))
         ['0.weight', '0.bias', '1.weight', '1.bias']
@@ -67,7 +67,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Give every module of the model its part of `state`; returns and raises what `model.load_state_dict()` does.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(RemoteModule("worker1", torch.nn.Linear, args=(2, 1)))
         >>> nn.load_state_dict(model, nn.state_dict(model))
         <All keys matched successfully>

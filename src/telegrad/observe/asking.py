@@ -50,8 +50,7 @@ def _send(agent: Agent, member: Member, what: str, data: bytes, seconds: float) 
         Observe(what, data),
         timeout=seconds,
         what=lambda: f"{what} of worker {member.name!r}",
-        complete=_nothing,
-        attended=True,
+        complete=_nothing,  # read when it comes: whoever asks may still be dialling another worker, one that is stopped
     )
 
 
@@ -63,4 +62,4 @@ def _answer(agent: Agent, slot: Slot) -> bytes:
 
 
 def _nothing(_: Any) -> None:
-    """Whoever asks waits in person."""
+    """Whoever asks comes for it."""

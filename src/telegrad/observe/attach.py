@@ -64,6 +64,9 @@ class _HearSay:
     def end_job(self) -> None:
         """Nor does it end anything."""
 
+    def say_last(self, member: Member) -> None:
+        """No store ends with it."""
+
     def lose(self) -> None:
         """There is no store to let go."""
 

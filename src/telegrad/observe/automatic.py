@@ -84,7 +84,7 @@ class Automatic(Layer):
             try:
                 end()
             except (TelegradError, OSError) as error:
-                log.warning("ending what was watched: %s", error)
+                log.warning("recording or showing the job could not be ended: %s", error)
 
 
 def install(agent: Agent) -> None:

@@ -11,7 +11,13 @@ def explain() -> str:
     """Why the job waits, in words: one paragraph for everything that waits on any worker, deadlocks first.
 
     It asks nothing of the code that hangs: stacks and tables are read as they are. SIGUSR1 prints the same, unless the
-    program has a use of its own for that signal. A worker that does not answer within two seconds is said not to.
+    program has a use of its own for that signal. The text names workers that do not answer within two seconds.
+
+    Example:
+        >>> future = rpc.rpc_async("worker1", time.sleep, (0.2,))
+        >>> "worker1" in telegrad.observe.explain()
+        True
+        >>> future.wait()
     """
     return in_words(look(require_agent()))
 

@@ -2,6 +2,7 @@
 
     clock      the time here
     record     begin to record events; `stop` ends that
+    kernels    record those of the GPU as well, from when this process uses one
     collect    the events since the last time
     snapshot   counters, links, references, contexts, passes, waits
     threads    what each thread runs and waits for
@@ -15,7 +16,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,10 @@ import msgspec
 
 from telegrad import trace
 from telegrad.errors import ProtocolError, TelegradError
+from telegrad.ids import generation_of
 from telegrad.observe.metrics import Metrics
 from telegrad.observe.timeline.events import AnyEvent, Batch, Call, encode, readable, thread_names
+from telegrad.observe.timeline.kernels import Kernel, Kernels, can_record
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request
@@ -45,12 +48,14 @@ class Observation(Layer):
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.metrics = Metrics(agent)
+        self.since = time.monotonic()
         self.recent: list[tuple[float, str, str]] = []  # when (of the wall clock), what kind, in words
         self._lock = threading.Lock()
-        self._watchers: dict[str, list[AnyEvent]] = {}
+        self._watchers: dict[str, list[trace.Event | Kernel]] = {}  # events as they were recorded, for each
         self._lost: dict[str, int] = {}
         self._asked_by: dict[str, int] = {}  # the incarnations of those who watch from elsewhere
         self._threads: dict[int, str] = {}
+        self._kernels: tuple[str, Kernels | None] | None = None  # who wants them, and the session once it has begun
         if calls.isEnabledFor(logging.DEBUG):
             self.watch(LOG)
 
@@ -70,6 +75,7 @@ class Observation(Layer):
 
     def unwatch(self, watcher: str) -> None:
         """They do no longer."""
+        self.kernels_of(watcher)
         with self._lock:
             for kept in (self._watchers, self._lost, self._asked_by):
                 kept.pop(watcher, None)
@@ -85,7 +91,36 @@ class Observation(Layer):
         if self._watchers and not self.agent.closing:
             self.agent.timer.at(time.monotonic() + _DRAIN_SECONDS, partial(self.agent.io_threads.submit, self._tick))
 
+    def want_kernels(self, watcher: str) -> None:
+        """They want what the GPU does as well; one at a time can have it."""
+        with self._lock:
+            if self._kernels is None:
+                self._kernels = (watcher, None)
+        self._begin_kernels()
+
+    def _begin_kernels(self) -> None:
+        """A process that has not used its GPU yet is looked at again later."""
+        with self._lock:
+            if self._kernels is None or self._kernels[1] is not None or not can_record():
+                return
+            session = Kernels()
+            self._kernels = (self._kernels[0], session)
+        session.start()
+
+    def kernels_of(self, watcher: str) -> None:
+        """End the recording of the GPU for a watcher; what ran there is among its events then."""
+        with self._lock:
+            if self._kernels is None or self._kernels[0] != watcher:
+                return
+            (_, session), self._kernels = self._kernels, None
+        if session is not None:
+            kernels = session.stop()
+            with self._lock:
+                self._watchers.setdefault(watcher, []).extend(kernels)
+                self._lost[watcher] = self._lost.get(watcher, 0) + session.lost
+
     def _tick(self) -> None:
+        self._begin_kernels()
         self.drain()
         self._drain_later()
 
@@ -95,12 +130,15 @@ class Observation(Layer):
             recorder = trace.recorder
             if recorder is None:
                 return
-            events = readable(recorder.drain())
+            events = recorder.drain()
             self._threads.update(thread_names())
             lost, recorder.lost = recorder.lost, 0
-            self.metrics.count(events, lost)
+            counts = any(watcher.startswith(LIVE) for watcher in self._watchers)
+            read = readable(events) if counts or LOG in self._watchers else []
+            if counts:
+                self.metrics.count(read, lost)
             if LOG in self._watchers:
-                self._log(events)
+                self._log(read)
             for watcher, kept in self._watchers.items():
                 if watcher.startswith((LIVE, LOG)):
                     continue
@@ -115,15 +153,20 @@ class Observation(Layer):
                 took, end = (event.end - event.since) * 1e3, "returned" if event.ok else "failed"
                 calls.debug("%s: %s %s after %.3f ms, %d bytes sent", name, event.what, end, took, event.size)
 
-    def collect(self, watcher: str) -> Batch:
-        """The events since that watcher's last time."""
+    def take(self, watcher: str) -> tuple[list[trace.Event | Kernel], dict[int, str], int]:
+        """The events since that watcher's last time, as they were recorded; the names of threads; how many are lost."""
         self.drain()
         with self._lock:
             events = self._watchers.get(watcher, [])
             if watcher in self._watchers:
                 self._watchers[watcher] = []
-            lost = self._lost.pop(watcher, 0)
-            return Batch(time.monotonic(), self.agent.member.incarnation, events, dict(self._threads), lost)
+            return events, dict(self._threads), self._lost.pop(watcher, 0)
+
+    def collect(self, watcher: str) -> Batch:
+        """The same for one who watches from elsewhere."""
+        events, threads, lost = self.take(watcher)
+        read = readable(events)
+        return Batch(self.agent.member.incarnation, len(read), encode(read), threads, lost)
 
     # --- what happened ---
 
@@ -132,6 +175,20 @@ class Observation(Layer):
         self.recent = [*self.recent[-_RECENT + 1 :], (time.time(), kind, text)]
         if trace.recorder is not None:
             trace.recorder.mark(text, kind)
+
+    def whereabouts(self, member: Member, link: int, request_id: int, seconds: float) -> str:
+        """Where a request is that took too long."""
+        return str(_load("whereabouts").ask_whereabouts(self.agent, member, link, request_id, seconds))
+
+    def on_news(self, members: Sequence[Member]) -> Sequence[Member]:
+        """Records were read: a worker that was known in an earlier incarnation has come back."""
+        for member in members:
+            known = self.agent.directory.by_id(member.worker_id)
+            if known is None or member.leaving or member.incarnation == known.incarnation:
+                continue
+            if generation_of(member.incarnation) > generation_of(known.incarnation):
+                self.note("restart", f"{member.name} was started again")
+        return members
 
     def on_death(self, member: Member) -> None:
         """Another worker is gone, or one who watched."""
@@ -148,9 +205,12 @@ class Observation(Layer):
             "clock": time.monotonic,
             "record": lambda: self.watch(data.decode(), asked_by),
             "stop": lambda: self.unwatch(data.decode()),
+            "kernels": lambda: self.want_kernels(data.decode()),
+            "end kernels": lambda: self.kernels_of(data.decode()),
             "collect": lambda: self.collect(data.decode()),
             "snapshot": lambda: _load("snapshot").snapshot(self),
             "threads": lambda: _load("threads").activities(self.agent),
+            "whereabouts": lambda: _load("whereabouts").whereabouts(self.agent, data),
             "members": self.agent.directory.members,
             "profile a pass": lambda: _load("profiling.remote").profile_pass(self.agent, data),
             "the profile of a pass": lambda: _load("profiling.remote").profiled_pass(self.agent, data),

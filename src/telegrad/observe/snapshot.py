@@ -63,6 +63,9 @@ class Snapshot(msgspec.Struct, array_like=True):
     passes: list[PassView]
     recent: list[tuple[float, str, str]]
     lost_events: int
+    up_seconds: float = 0.0
+    calls_made: int = 0
+    calls_served: int = 0
 
 
 decode = msgspec.msgpack.Decoder(Snapshot).decode
@@ -112,6 +115,9 @@ def snapshot(observation: Observation) -> Snapshot:
         passes,
         observation.recent,
         metrics.lost,
+        time.monotonic() - observation.since,
+        agent.runtime.calls_made,
+        agent.runtime.calls_served,
     )
 
 

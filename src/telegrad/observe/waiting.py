@@ -223,7 +223,9 @@ class _Graph:
                 found.append((node, text, others[0]))
         for asked in report.asked:
             if asked.key not in in_person and "backward pass" not in asked.what and not _at_barrier(asked.what):
-                text = f"{report.name} asked {asked.seconds:.1f} s ago, and no thread waits in person: {asked.what}."
+                text = (
+                    f"{report.name} asked {asked.seconds:.1f} s ago, and no thread waits for the reply: {asked.what}."
+                )
                 found.append((self._request(asked.key), text, self.name_of(asked.to)))
         for state in report.passes:
             if state.waits_for:

@@ -52,7 +52,7 @@ def clip_grad_norm_(
     Two rounds to all owners: one for the norms, one to scale. `DistributedOptimizer.step(context_id, max_norm=...)`
     does the second together with the step.
 
-    Example:
+    Examples:
         >>> layer = RemoteModule("worker1", torch.nn.Linear, args=(2, 1))
         >>> with autograd.context() as context_id:
         ...     autograd.backward(context_id, [layer(torch.ones(1, 2)).sum()])

@@ -43,7 +43,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     It is a `torch.optim.Optimizer` to learning-rate schedulers and to anything else that reads `param_groups`.
 
-    Example:
+    Examples:
         >>> layer = RemoteModule("worker1", torch.nn.Linear, args=(2, 1))
         >>> optimizer = DistributedOptimizer(torch.optim.SGD, layer.remote_parameters(), lr=0.1)
         >>> with autograd.context() as context_id:

@@ -80,7 +80,7 @@ def __dir__() -> list[str]:
 def is_available() -> bool:
     """Whether calls can be made on this platform; always true where Telegrad can be imported.
 
-    Example:
+    Examples:
         >>> rpc.is_available()
         True
     """
@@ -90,7 +90,7 @@ def is_available() -> bool:
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """The WorkerInfo of a worker, by default of this one.
 
-    Example:
+    Examples:
         >>> rpc.get_worker_info().name
         'worker0'
     """
@@ -101,7 +101,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 def get_rpc_timeout() -> float:
     """Seconds a call may take unless it says otherwise.
 
-    Example:
+    Examples:
         >>> rpc.get_rpc_timeout()
         60.0
     """
@@ -111,7 +111,7 @@ def get_rpc_timeout() -> float:
 def set_rpc_timeout(seconds: float) -> None:
     """Change the default timeout of calls from this worker.
 
-    Example:
+    Examples:
         >>> rpc.set_rpc_timeout(30)
         >>> rpc.get_rpc_timeout()
         30.0

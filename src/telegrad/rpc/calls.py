@@ -70,7 +70,7 @@ def start_call(
     kwargs: Any,
     timeout: float,
     *,
-    make: Callable[[int, bytes, float], AnyMessage] = PythonCall,
+    make: Callable[[int, bytes], AnyMessage] = PythonCall,
     complete: Complete | None = None,
     future: Future[Any] | None = None,
     patience: float | None = None,
@@ -109,7 +109,7 @@ def start_call(
     slot = start_request(
         agent,
         link,
-        make(number, definition, timeout),
+        make(number, definition),
         packed,
         timeout=timeout if patience is None else patience,
         what=future.what if future is not None else lambda: f"{name_of(func)}() on worker {link.member.name!r}",
@@ -167,7 +167,7 @@ def start_request(
 
 
 def wait_for_value(slot: Slot) -> Any:
-    """Wait in person for the reply of a request; its value."""
+    """Wait in this thread for the reply of a request; its value."""
     slot.link.wait(slot)
     return value_of(slot)
 
@@ -310,7 +310,7 @@ def rpc_sync(
 
     Raises what `func` raises, as its own type; RpcTimeout at the deadline; WorkerDied if the worker is lost.
 
-    Example:
+    Examples:
         >>> rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
         tensor([2., 2.])
     """
@@ -396,7 +396,7 @@ def rpc_async(
 ) -> Future[Any]:
     """Like `rpc_sync`, but returns a Future at once; it can be waited for, awaited, and given callbacks.
 
-    Example:
+    Examples:
         >>> futures = [rpc.rpc_async("worker1", pow, (n, 2)) for n in range(3)]
         >>> [future.wait() for future in futures]
         [0, 1, 4]

@@ -28,7 +28,7 @@ S = TypeVar("S")
 class Future(torch.futures.Future[T]):
     """What `rpc_async` returns. Everything `torch.futures.Future` does, and `await`.
 
-    Example:
+    Examples:
         >>> future = rpc.rpc_async("worker1", pow, (2, 3))
         >>> future.then(lambda done: done.wait() + 1).wait()
         9
@@ -73,7 +73,7 @@ class Future(torch.futures.Future[T]):
         There, a call that has not begun never begins, a coroutine is cancelled, and a function that runs can ask
         `rpc.cancelled()`. Returns False, and does nothing, if the call is done, or the future is not that of a call.
 
-        Example:
+        Examples:
             >>> future = rpc.rpc_async("worker1", time.sleep, (0.1,))
             >>> future.cancel()
             True
@@ -170,7 +170,9 @@ class Future(torch.futures.Future[T]):
             try:
                 torch._C.Future.wait(self)
             except BaseException as error:
-                log.warning("%s failed, and its future went away without anyone asking: %s", self.what, error)
+                log.warning(
+                    "%s failed, and its future was dropped before anyone asked for the result: %s", self.what, error
+                )
 
 
 def _without_traceback(error: BaseException) -> BaseException:

@@ -14,6 +14,7 @@ one above it offers, by a class of its own that the upper one derives from.
     records of members were read                    on_news
     a worker is gone for good                       on_death
     somebody asks why this worker hangs             waits
+    a caller's time is up                           whereabouts
     the heartbeat looks whom to ask                 awaited
     all are in their graceful shutdown              before_shutdown
     the agent ends                                  on_close
@@ -96,6 +97,11 @@ class Layer:
         """What is waited for here, beside replies: each in words, with the id of the worker that can end it, or -1."""
         return ()
 
+    def whereabouts(self, member: Member, link: int, request_id: int, seconds: float) -> str:
+        """A caller's time is up: what the worker that was asked says of the request, to go on after its name; empty if
+        nothing is known in so many seconds. At most one layer may be asked for this."""
+        return ""
+
     def awaited(self) -> Sequence[Member]:
         """Workers that somebody waits for without having asked them anything; the heartbeat asks whether they live."""
         return ()
@@ -116,6 +122,7 @@ class Layers:
         self.served: dict[type[Any], Served] = {}  # by the type of message
         self.wrap_call: list[WrapCall] = []  # of those that do wrap calls
         self.on_plain_reply: Callable[[Callable[[], str], list[torch.Tensor]], list[torch.Tensor]] | None = None
+        self.whereabouts: Callable[[Member, int, int, float], str] | None = None
         # Where peers are not trusted (`rpc/trust/`): what looks at each request before its handler, whether values
         # travel as plain data alone, and what keeps a record of all that leaves and comes.
         self.before_serving: Handler | None = None
@@ -136,6 +143,8 @@ class Layers:
             self.wrap_call.append(layer.wrap_call)
         if type(layer).on_plain_reply is not Layer.on_plain_reply:
             self.on_plain_reply = layer.on_plain_reply
+        if type(layer).whereabouts is not Layer.whereabouts:
+            self.whereabouts = layer.whereabouts
         self._installed.append(layer)
         for kind in type(layer).__mro__:
             if kind is not Layer:

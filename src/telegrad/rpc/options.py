@@ -57,7 +57,7 @@ class RpcBackendOptions:
         max_message_bytes: a larger message is refused before memory is taken for it; others are told, and do not send
             it. Tensors in shared memory do not count: they are in the sender's.
 
-    Example:
+    Examples:
         >>> rpc.RpcBackendOptions(rpc_timeout=10, init_method="tcp://127.0.0.1:29500").rpc_timeout
         10.0
     """

@@ -19,6 +19,7 @@ import torch
 
 from telegrad import errors
 from telegrad.errors import RemoteError, TelegradError
+from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.wire.codec import pack, unpack
 from telegrad.wire.messages import ExceptionReply
@@ -32,11 +33,6 @@ _MOST_FRAMES = 5  # of one worker; more are counted, not shown
 _OWN_CODE = str(Path(__file__).parents[1]) + os.sep
 # How a module is called: two frames for each module on the way, which say nothing.
 _MODULE_CODE = os.path.join("torch", "nn", "modules", "module.py")
-
-
-# Whether exceptions that pickle alone cannot rebuild take their parts along. Not in the stand-in: in torch they arrive
-# as a RuntimeError, and programs catch that.
-takes_parts = True
 
 
 class RemoteNote(str):
@@ -145,7 +141,7 @@ def _portable(error: BaseException) -> Any:
     """An exception whose class has an `__init__` of its own takes its parts along: pickle would call the class with
     `error.args`, which need not be what that takes."""
     cls = type(error)
-    if not takes_parts:
+    if not stand_in.in_force.errors_take_parts:
         return error
     written_in_python = hasattr(cls.__init__, "__code__")
     if written_in_python and cls.__reduce__ is BaseException.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__:

@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
 class WorkerInfo:
     """A worker as users see it: its name and its id (its rank, where ranks were given).
 
-    Example:
+    Examples:
         >>> rpc.get_worker_info("worker1")
         WorkerInfo(id=1, name=worker1)
     """
@@ -53,7 +53,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     device_maps: dict[str, dict[str, str]] = {}  # where its tensors go on other workers, by their names
     host: str = ""  # the identity of its host: equal to ours where its process can be looked up
     secret: bytes = b""  # what to prove to it, in an insecure job: whoever can read this record may call it
-    hearsay: bool = False  # repeated by another worker, and not to be trusted over what a worker says of itself
+    relayed: bool = False  # repeated by another worker, and not to be trusted over what a worker says of itself
     gpus: tuple[str, ...] = ()  # the UUIDs of the GPUs it sees, in its own order
     devices: tuple[str, ...] = ()  # the devices it was told to use, if it was
     certificate: bytes = b""  # fingerprint of the one it shows on TCP; empty if it speaks no TLS
@@ -100,7 +100,7 @@ class Directory:
         self._exited: set[Incarnation] = set()  # those of them whose program ended without a shutdown
 
     def update(self, members: Iterable[Member]) -> list[Member]:
-        """Take in what was published; those whose place was taken by a newer incarnation, or that left."""
+        """Take in what was published; those that were replaced by a newer incarnation, or that left."""
         gone: list[Member] = []
         with self._lock:
             for member in members:
@@ -117,13 +117,13 @@ class Directory:
         return gone
 
     def _is_old_news(self, member: Member) -> bool:
-        """Whether a record says less than is known. Those of a place that was opened anew come in any order."""
+        """Whether a record says less than is known. Those of a store that was opened again come in any order."""
         latest = self._latest.get(member.worker_id)
         if latest == member.incarnation:
             return self.has_left(member)
         if latest is not None and generation_of(latest) >= generation_of(member.incarnation):
             return True
-        return member.hearsay and member.name in self._by_name
+        return member.relayed and member.name in self._by_name
 
     def _enter(self, member: Member) -> list[Member]:
         """Take in a member; those it replaces."""

@@ -6,7 +6,7 @@ When the time is up the handle is of no more use here, but the reply still count
 import copy
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from telegrad.errors import RpcTimeout
 from telegrad.rpc.agent import Agent
@@ -15,17 +15,14 @@ from telegrad.rpc.futures import Future
 from telegrad.rpc.workers import Member
 from telegrad.rref.outcome import Outcome
 
-if TYPE_CHECKING:
-    from telegrad.rref.rref_context import RRefContext
-
 
 class Creation:
     """What became of one call of `remote`."""
 
-    __slots__ = ("__weakref__", "_func", "_keep", "_rrefs", "_to", "deadline", "outcome", "timeout")
+    __slots__ = ("__weakref__", "_deadlines", "_func", "_keep", "_to", "deadline", "outcome", "timeout")
 
-    def __init__(self, rrefs: "RRefContext", to: Member, func: Any, timeout: float, keep: Any) -> None:
-        self._rrefs = rrefs
+    def __init__(self, deadlines: "Deadlines", to: Member, func: Any, timeout: float, keep: Any) -> None:
+        self._deadlines = deadlines
         self._to = to
         self._func = func
         self._keep = keep
@@ -36,7 +33,7 @@ class Creation:
     def start_timeout(self) -> None:
         """From now on the creation fails at its deadline."""
         if self.timeout > 0 and not self.outcome.done:
-            self._rrefs.deadlines.add(self)
+            self._deadlines.add(self)
 
     def done(self) -> None:
         """The owner has run the call."""
@@ -84,7 +81,7 @@ class Creation:
 
 
 class Deadlines:
-    """Minds the deadlines of creations with one entry at the timer, the earliest."""
+    """Watches the deadlines of creations with one entry at the timer, the earliest."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -92,7 +89,7 @@ class Deadlines:
         self._next = float("inf")
 
     def add(self, creation: Creation) -> None:
-        """Mind one more."""
+        """Watch one more."""
         key = id(creation)
         self._open[key] = creation
         creation.outcome.when_done(partial(self._forget, key))

@@ -126,7 +126,7 @@ class UserHandle:
         slot = start_request(
             agent,
             agent.link(self.owner),
-            RRefFetch(self.rref_id, timeout),
+            RRefFetch(self.rref_id),
             timeout=timeout,
             what=lambda: f"to_here() of {self} on worker {self.owner.name!r}",
         )
@@ -175,7 +175,7 @@ def create(
         fork_id = ForkId(rrefs.new_id())
         rrefs.feed(rrefs.used.create, rref_id, fork_id, peer_of(to))
         handle = UserHandle(rrefs, rref_id, fork_id, to)
-    creation = handle.creation = Creation(rrefs, to, func, timeout, keep)
+    creation = handle.creation = Creation(rrefs.deadlines, to, func, timeout, keep)
     complete = partial(_created, rrefs, to, rref_id, fork_id, creation)
     make = partial(PythonRemoteCall, rref_id, fork_id)
     try:

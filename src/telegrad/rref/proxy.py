@@ -62,7 +62,7 @@ def type_of(rref: "RRef[Any]", timeout: float) -> Future[type]:
     """A future of the type of a reference's value."""
     handle = rref._handle
     if isinstance(handle, OwnerHandle):
-        return _rref_typeof_on_owner(handle.value)
+        return _rref_typeof_on_owner(handle.value)  # type: ignore[return-value] # called directly it gives the future
     if handle.type is not None and not handle.type.failed:  # else ask again: a timeout then says nothing about now
         return handle.type
     handle.check_usable("_get_type() on it")

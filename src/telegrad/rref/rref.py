@@ -12,6 +12,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
 from telegrad.rref.handles import Handle, OwnerHandle, create, hold
@@ -37,14 +38,13 @@ class RRef(Generic[T]):
     `RRef(value)` makes this worker the owner; `remote` makes another one the owner of what a function returns there. A
     reference can be sent to any worker, in arguments and results. The value is kept while anyone has a reference to it.
 
-    Example:
+    Examples:
         >>> words = rpc.remote("worker1", list, ("abc",))
         >>> words.rpc_sync().index("c"), words.to_here(), words.owner_name()
         (2, ['a', 'b', 'c'], 'worker1')
     """
 
     _handle: Handle
-    _shown_as_in_torch = False  # set by the stand-in, whose programs may read the text
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
@@ -59,7 +59,7 @@ class RRef(Generic[T]):
 
     def __repr__(self) -> str:
         handle = self._handle
-        if RRef._shown_as_in_torch:
+        if not stand_in.in_force.rrefs_show_types:
             return repr(handle)
         kind = handle.kind()
         return f"<RRef {short_id(handle.rref_id)} of {handle.owner.name!r}{': ' if kind else ''}{kind}>"
@@ -238,7 +238,7 @@ def remote(
 
     What `func` raises is raised by `to_here`, on whichever worker.
 
-    Example:
+    Examples:
         >>> words = rpc.remote("worker1", list, ("abc",))
         >>> words.to_here()
         ['a', 'b', 'c']

@@ -30,7 +30,7 @@ log = logging.getLogger("telegrad.rref")
 
 T = TypeVar("T")
 
-_SOON = 0.010  # seconds that what is not urgent may wait for company
+_SOON = 0.010  # seconds that what is not urgent may wait, to be sent together with others
 _AGAIN = 0.100  # seconds before a message that could not be sent is tried again
 _MOST_EARLY = 1024  # values that one worker may ask for before they are made
 _MOST_DELETES = 4096  # in one message
@@ -97,7 +97,7 @@ class RRefContext(Layer):
     def death_of(self, peer: PeerId, what: str) -> WorkerDied:
         """The error for something that was lost with a worker."""
         name = self.name_of(peer)
-        return WorkerDied(f"worker {name!r} is gone, and {what}. Make it again on a worker that lives", worker=name)
+        return WorkerDied(f"worker {name!r} is gone, and {what}. Create it again on a living worker", worker=name)
 
     def name_of(self, peer: PeerId) -> str:
         """The name of a worker, alive or dead."""
@@ -128,7 +128,7 @@ class RRefContext(Layer):
         return actions
 
     def value_of(self, rref_id: RRefId) -> Outcome:
-        """The place of a value that this worker owns, even if what creates it has not arrived yet."""
+        """The slot of a value that this worker owns, even if what creates it has not arrived yet."""
         with self._changed:
             return self.values.setdefault(rref_id, Outcome())
 

@@ -190,7 +190,7 @@ def stream(
         ahead: how many values may be on their way before they are read; 1 makes the generator wait for its reader.
         timeout: seconds that one value may take.
 
-    Example:
+    Examples:
         >>> list(rpc.stream("worker1", range, (3,)))
         [0, 1, 2]
     """

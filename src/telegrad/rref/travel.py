@@ -83,7 +83,7 @@ def arrive(rref_id: RRefId, fork_id: ForkId, owner: PeerId) -> RRef[Any]:
 
 
 def _lost(rrefs: RRefContext, rref_id: RRefId, fork_id: ForkId) -> Outcome:
-    """The place of a value whose handle came home after its sender's death: it may be forgotten already."""
+    """The slot of a value whose handle came back to its owner after its sender's death: it may be forgotten already."""
     died = rrefs.lost.pop(fork_id)
     outcome = Outcome()
     outcome.fail(partial(rrefs.death_of, died, f"reference {show_id(rref_id)} came from it too late"))

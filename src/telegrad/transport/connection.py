@@ -177,7 +177,7 @@ class Connection:
         if deadline is None:
             self._write_lock.acquire()
         elif not self._write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise TimeoutError("another message is still being written to the peer, which does not take it in")
+            raise TimeoutError("another message is still being written to the peer, which does not read it")
 
     def _drain_outbox(self) -> list[bytes]:
         held = []

@@ -24,7 +24,7 @@ from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
 from telegrad.wire.frames import MAX_FRAME
 
 MAGIC = b"TGRD"
-PROTOCOL = 2
+PROTOCOL = 3  # to be raised with every change of what is said here, of frames, or of the fields of a message
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TICKET_BYTES = 16
@@ -38,8 +38,8 @@ REFUSED = 1
 
 
 class Refused(AuthenticationError):
-    """A listener that proved itself does not want this caller: it leaves, is another incarnation, or holds the caller
-    for dead. A caller without the secret never gets so far: the listener's own proof fails first."""
+    """A listener that proved itself does not want this caller: it leaves, is another incarnation, or considers the
+    caller dead. A caller without the secret never gets so far: the listener's own proof fails first."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -130,7 +130,7 @@ class SocketStream:
                         self.broken = True
                         with contextlib.suppress(OSError):
                             self._socket.shutdown(socket.SHUT_RDWR)
-                    raise TimeoutError("the peer does not take in what is sent to it") from None
+                    raise TimeoutError("the peer does not read what is sent to it") from None
                 writable = select.poll()
                 writable.register(self._socket, select.POLLOUT)
                 writable.poll(None if left is None else left * 1000 + 1)

@@ -33,7 +33,7 @@ class Tls(NamedTuple):
 
     The certificate's common name, or one of its DNS names, is the worker's name.
 
-    Example:
+    Examples:
         >>> tls = rpc.Tls(cert="worker0.crt", key="worker0.key", ca="job.crt")
     """
 
@@ -250,7 +250,7 @@ class TlsStream(SocketStream):
             writable = select.poll()
             writable.register(self._tls, select.POLLOUT)
             if not writable.poll(0):
-                raise TimeoutError("the peer does not take in what is sent to it")
+                raise TimeoutError("the peer does not read what is sent to it")
 
     def _await_room(self, deadline: float | None) -> None:
         left = None if deadline is None else deadline - time.monotonic()
@@ -259,7 +259,7 @@ class TlsStream(SocketStream):
             self.broken = True
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._tls, socket.SHUT_RDWR)
-            raise TimeoutError("the peer does not take in what is sent to it")
+            raise TimeoutError("the peer does not read what is sent to it")
         writable = select.poll()
         writable.register(self._tls, select.POLLOUT)
         writable.poll(None if left is None else left * 1000 + 1)

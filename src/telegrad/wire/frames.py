@@ -3,9 +3,9 @@
     header (40 bytes) | head: msgpack [message, tensor table, segment table] | payload | inline segments
 
 Segments are runs of raw tensor bytes. One is inline (it follows the payload) or lies in a shared-memory block that the
-table names. A few small tensors need no table: their bytes follow the payload (`small.py`). `FrameReader` does no I/O:
-the transport asks it where to put the next bytes and tells it how many came. Every length is checked before memory is
-taken for it.
+table names. A few small tensors need no table: their bytes follow the payload (`tensor/small.py`). `FrameReader` does
+no I/O: the transport asks it where to put the next bytes and tells it how many came. Every length is checked before
+memory is taken for it.
 """
 
 import struct
@@ -90,6 +90,7 @@ class Frame(msgspec.Struct, eq=False):
     data_offset: int
     buffers: Sequence[Any] = ()
     arrived: int = 0  # set by who reads it, where the order of work on a GPU depends on it
+    read_at: float = 0.0  # when, if that is still to be recorded
 
     def take_tensors(self) -> list[Tensor]:
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""

@@ -25,7 +25,6 @@ class PythonCall(Message, frozen=True, tag=1):
 
     function: int  # its number in the sender's table of functions for this link; 0: only in `definition`
     definition: bytes  # the function itself, the first time its number is used
-    timeout: float  # seconds the caller will wait, 0 for ever: for those who watch; the receiver does not act on it
 
 
 class PythonReply(Message, frozen=True, tag=2):
@@ -48,7 +47,6 @@ class PythonRemoteCall(Message, frozen=True, tag=4):
     fork_id: ForkId
     function: int
     definition: bytes
-    timeout: float  # as in `PythonCall`
 
 
 class Ack(Message, frozen=True, tag=5):
@@ -62,7 +60,6 @@ class RRefFetch(Message, frozen=True, tag=10):
     """Send me the value of this reference, as soon as it exists."""
 
     rref_id: RRefId
-    timeout: float  # as in `PythonCall`
 
 
 class RRefFetchReply(Message, frozen=True, tag=11):

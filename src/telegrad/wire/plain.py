@@ -52,7 +52,7 @@ _lock = threading.Lock()
 def register_dataclass(cls: C, name: str | None = None) -> C:
     """Let objects of a dataclass travel as plain data, under a name that both sides register. May be a decorator.
 
-    Example:
+    Examples:
         >>> @rpc.register_dataclass
         ... @dataclasses.dataclass
         ... class Measurement:

@@ -69,9 +69,9 @@ def _save_script_module(module: Any) -> tuple[Any, ...]:
     return _load_script_module, (file.getvalue(),)
 
 
-def send_script_modules() -> None:
-    """Let scripted modules travel, as torch's pickler does; by itself Telegrad refuses them."""
-    register_reducer(torch.jit.ScriptModule, _save_script_module)
+def send_script_modules() -> Callable[[], None]:
+    """Let scripted modules travel, as torch's pickler does; by itself Telegrad refuses them. Returns what undoes it."""
+    return register_reducer(torch.jit.ScriptModule, _save_script_module)
 
 
 _registered: set[type] = set()

@@ -2,7 +2,7 @@
 
     DIRECTORY/RUN/40.1.5f0c/worker0.pt, worker1.pt, whole.json
 
-Files are written beside their place, flushed and moved there. The driver writes `whole.json` last, so a folder without
+Files are written under another name, flushed and renamed. The driver writes `whole.json` last, so a folder without
 it is none. The two newest whole ones are kept. Workers of several hosts need a shared file system only if they come
 back on other hosts than they wrote from.
 """

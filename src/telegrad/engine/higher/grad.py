@@ -45,7 +45,7 @@ def grad(
     Returns a gradient for each input; for a reference, a reference to the gradient, which stays with its owner and can
     be differentiated when it is used in the context. Nothing is added to the gradients of the context.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 3)).sum()
@@ -164,7 +164,7 @@ def vjp(
     """The product of `vectors`, one for each output, with the Jacobian of `outputs` by `inputs`; None where it is zero
     because nothing depends on the input. `options` are those of `grad`.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 2))
@@ -179,7 +179,7 @@ def hvp(context_id: int, loss: Any, inputs: Sequence[Any], vectors: Sequence[Any
 
     An input may be a reference, and so may its vector; the result for it is a reference, as with `grad`.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     y = rpc.rpc_sync("worker1", torch.pow, (x, 3)).sum()

@@ -69,7 +69,7 @@ class RecordedGraph(Graph):
             if edge.node in self.edges:
                 self._wanted[key] = edge
                 if tensor.grad_fn is not None:
-                    self._handles.append(tensor.register_hook(functools.partial(self._capture, key)))  # type: ignore[no-untyped-call]
+                    self._handles.append(tensor.register_hook(functools.partial(self._capture, key)))  # type: ignore[no-untyped-call] # torch's own, without types
         needed = self._leading_to({edge.node for edge in self._wanted.values()} | {n for n in recvs if n in self.edges})
         if ANCHOR.node in self.edges:
             needed.add(ANCHOR.node)

@@ -41,7 +41,7 @@ class Asked:
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}
         self.futures: dict[int, Future[Tensor | None]] = {}
-        self.error: BaseException | None = None  # why one of them is not to be had
+        self.error: BaseException | None = None  # why one of them is not available
         self.waiting: Recorded | None = None  # the pass that begins when all are known
 
 
@@ -234,7 +234,7 @@ class RecordingService(Service):
         return future
 
     def cannot_ask_of(self, context: Context, pass_id: PassId, error: BaseException) -> None:
-        """One of the tensors a pass asks of is not to be had."""
+        """One of the tensors a pass asks of is not available."""
         with self._lock:
             asked = self._asked_of(context, pass_id)
             asked.error = error

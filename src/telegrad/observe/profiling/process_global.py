@@ -45,7 +45,7 @@ def _profiled() -> Iterator[None]:
     try:
         yield
     finally:
-        events = parse_records(torch.autograd._disable_profiler_legacy())  # type: ignore[attr-defined]
+        events = parse_records(torch.autograd._disable_profiler_legacy())  # type: ignore[attr-defined] # torch declares no type for it
         for profile in on:
             profile.served.append(events)
 

@@ -39,7 +39,7 @@ def key_of(how: str, func: Any, caller: str, callee: str) -> str:
     if isinstance(func, torch.jit.ScriptFunction):
         name = func.qualified_name
     else:
-        name = torch.jit._builtins._find_builtin(func) or name_of(func)  # type: ignore[no-untyped-call]
+        name = torch.jit._builtins._find_builtin(func) or name_of(func)  # type: ignore[no-untyped-call] # torch's own, without types
     return f"rpc_{how}#{name}({caller} -> {callee})"
 
 
@@ -159,7 +159,7 @@ class _ProfiledRequest(ScopedRequest):
     def _reply(self, message: AnyMessage, tensors: list[Tensor]) -> AnyMessage:
         if self._inner_reply is not None:
             message = self._inner_reply(message, tensors)
-        return RpcWithProfilingReply(encode(self._profile.result()), message)  # type: ignore[arg-type]
+        return RpcWithProfilingReply(encode(self._profile.result()), message)  # type: ignore[arg-type] # a reply: what was asked takes no other
 
 
 class _Profile:
@@ -181,13 +181,13 @@ class _Profile:
         self._outer = (local.calls, local.options)
         local.calls, local.options = self._calls, self._options
         self._began = time.perf_counter()
-        torch.autograd._enable_profiler_legacy(_config(self._options))  # type: ignore[attr-defined]
+        torch.autograd._enable_profiler_legacy(_config(self._options))  # type: ignore[attr-defined] # torch declares no type for it
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._runs:
-            records = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+            records = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined] # torch declares no type for it
             local.calls, local.options = self._outer
             self._events = parse_records(records)
 
@@ -203,7 +203,7 @@ RECORD_SHAPES, MEMORY, STACK, FLOPS, MODULES, CUDA = (1 << bit for bit in range(
 def _config(options: int) -> Any:
     cuda = bool(options & CUDA) and torch.cuda.is_available()
     return torch.autograd.ProfilerConfig(  # type: ignore[attr-defined] # torch declares no type for it
-        torch.autograd.ProfilerState.CUDA if cuda else torch.autograd.ProfilerState.CPU,  # type: ignore[attr-defined]
+        torch.autograd.ProfilerState.CUDA if cuda else torch.autograd.ProfilerState.CPU,  # type: ignore[attr-defined] # so too
         bool(options & RECORD_SHAPES),
         bool(options & MEMORY),
         bool(options & STACK),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from telegrad.observe.timeline.clocks import Bounds, Offset, Ping, align, tighten
 from telegrad.observe.timeline.events import AnyEvent, Call, Mark, Served, Span
+from telegrad.observe.timeline.kernels import Kernel
 
 _NAMES = {"PropagateGradients": "gradients", "BeginPass": "begin pass"}
 _PASS = _NAMES.keys()
@@ -183,6 +184,10 @@ def _write(
         args = _with_parent(event.details, event.parent, calls)
         tid = writer.thread(track, event.thread)
         writer.slice(track, tid, event.name, event.category, event.since, event.end, args)
+    elif isinstance(event, Kernel):
+        tid = writer.beside(track, f"GPU {event.device}, stream {event.stream}", event.since, event.end)
+        args = {"device": event.device, "stream": event.stream}
+        writer.slice(track, tid, event.name, "kernel", event.since, event.end, args)
     elif isinstance(event, Call):
         _write_call(writer, track, event, calls, served)
     else:
@@ -211,6 +216,10 @@ def _write_call(
         args["reply_us"] = round(writer.at(track, call.end) - writer.at(other[0], other[1].end), 1)
         args["reply_bytes"] = other[1].size
         args["reply_tensors"] = other[1].tensors
+        if other[1].ways:
+            args["tensor_bytes"] = other[1].ways
+    if call.ways:
+        args["reply_tensor_bytes"] = call.ways
     if call.in_person:
         tid = writer.thread(track, call.thread)
     else:
@@ -232,6 +241,8 @@ def _write_served(writer: _Writer, track: Track, request: Served, calls: Mapping
     args["queue_us"] = round((request.begun - request.arrived) * 1e6, 1)
     if request.context >= 0:
         args["context"] = request.context
+    if request.ways:
+        args["tensor_bytes"] = request.ways
     if asked is not None:
         args |= {"caller": asked[0].name, "bytes": asked[1].size, "tensors": asked[1].tensors}
     if request.begun - request.arrived > _QUEUED:

@@ -20,9 +20,11 @@ from telegrad.errors import CallCancelled, ProtocolError, RpcTimeout, Serializat
 from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
+from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, timeout_error
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
+from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import TCP
 from telegrad.transport.connection import Connection
@@ -72,9 +74,6 @@ class LinkEvents(Protocol):
 class Link:
     """Requests to one incarnation of one worker."""
 
-    # Whether the worker is told of calls past their timeout. Not in the stand-in: in torch such a call still runs.
-    cancels_at_timeout = True
-
     def __init__(self, runtime: Runtime, events: LinkEvents, member: Member, number: int) -> None:
         self.runtime = runtime
         self._io_threads = runtime.io_threads
@@ -110,6 +109,11 @@ class Link:
     def dialling(self) -> bool:
         """Whether a thread is making a connection, or giving one up."""
         return self._dial_lock.locked()
+
+    @property
+    def kept_notices(self) -> int:
+        """How many notices would be sent again over a new connection: whether one arrived, nobody says."""
+        return len(self._notices)
 
     # --- sending ---
 
@@ -247,7 +251,7 @@ class Link:
             except WorkerDied:
                 raise
             except TimeoutError:
-                raise self.timeout_error(slot) from None
+                raise self.timeout_error(slot, NOT_CONNECTED) from None
         slot.resend = (message, payload, tensors, memory)
         # Count before sending: the reply may come first.
         ack, earliest = self.pending.admit(slot)
@@ -263,7 +267,7 @@ class Link:
             )
         except TimeoutError:
             self.pending.give_up(slot.request_id)
-            raise self.timeout_error(slot) from None
+            raise self.timeout_error(slot, NOT_TAKEN) from None
         except SerializationError:
             self.pending.take(slot.request_id)
             raise
@@ -299,7 +303,7 @@ class Link:
             else:
                 connection.flush(deadline=time.monotonic() + self.runtime.patience)
         except TimeoutError:
-            log.debug("%s does not take in a notice; it goes with the next message", self.member.name)
+            log.debug("a notice to %s cannot be written now; it goes with the next message", self.member.name)
         except (OSError, ValueError):
             self.lost(connection)
         if connection.closed:
@@ -330,21 +334,11 @@ class Link:
         """The worker leaves on purpose."""
         self._events.said_goodbye(self.member, exited)
 
-    def timeout_error(self, slot: Slot) -> RpcTimeout:
-        """What a caller gets whose deadline passed."""
+    def timeout_error(self, slot: Slot, where: str = "", *, ask: bool = False) -> RpcTimeout:
+        """What a caller gets whose deadline passed. `ask` if the thread may wait a moment for what the worker says."""
         if trace.recorder is not None:
             trace.recorder.answered(slot)
-        said_at, threads = self.exhausted
-        state = "may still be running it. Pass a longer `timeout` if that is expected"
-        if said_at > slot.since:
-            state = (
-                f"says that all its {threads} threads are taken, so that this may not have begun. Do calls wait for "
-                "each other? `telegrad.observe.explain()` shows them; `async def` functions need no thread"
-            )
-        return RpcTimeout(
-            f"RPC ran for more than set timeout ({round(slot.timeout * 1000)} ms) and will now be marked with an "
-            f"error: {slot.what()} did not return; worker {self.member.name!r} {state}"
-        )
+        return timeout_error(self, slot, where, ask)
 
     def died(self, slot: Slot) -> WorkerDied:
         """What a caller gets whose worker is gone."""
@@ -363,7 +357,7 @@ class Link:
 
     def timed_out(self, slot: Slot) -> None:
         """The caller stopped waiting at its deadline."""
-        if Link.cancels_at_timeout:
+        if stand_in.in_force.cancels_at_timeout:
             self.left_by_caller(slot)
 
     def left_by_caller(self, slot: Slot) -> None:

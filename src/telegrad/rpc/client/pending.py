@@ -24,9 +24,9 @@ class Slot:
     frame: Frame | None = None
     error: BaseException | None = None
     done = False
-    # For a caller that is not waiting in person: called with the slot when it is done.
+    # For a caller whose thread does not wait: called with the slot when it is done.
     complete: "Callable[[Slot], None] | None" = None
-    # Its caller will come and wait in person, so nobody else need look for the reply until then.
+    # Its caller will come and wait itself, so no other thread need look for the reply until then.
     attended = False
     # The future that `complete` will set, if that is what it does.
     future: Any = None
@@ -45,7 +45,7 @@ class Slot:
         self.deadline = deadline
 
     def wait(self) -> None:
-        """Wait in person until it is done; raises RpcTimeout at the deadline, unless `complete` takes the error."""
+        """Wait here until it is done; raises RpcTimeout at the deadline, unless `complete` takes the error."""
         self.link.wait(self)
 
     def what(self) -> str:
@@ -82,7 +82,7 @@ class Pending:
         """Number a request and wait for its reply.
 
         Returns the oldest request without a reply, and whether this deadline is now the earliest of those that no
-        caller minds in person.
+        caller's own thread keeps.
         """
         with self._lock:
             self._last += 1
@@ -144,7 +144,7 @@ class Pending:
         late, earliest = [], FOREVER
         for slot in list(self._slots.values()):
             if slot.complete is None:
-                continue  # its caller minds the deadline itself
+                continue  # its caller keeps the deadline itself
             if slot.deadline <= now:
                 if self.give_up(slot.request_id) is not None:
                     late.append(slot)

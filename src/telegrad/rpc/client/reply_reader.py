@@ -2,10 +2,10 @@
 
 The thread that waits for a reply reads it itself: no other thread has to wake up for it. While one thread reads, others
 that wait on the same link sleep; the reader completes their slots as replies come and passes the reading on when its
-own is there. Replies nobody waits for in person (futures) are read by the I/O threads.
+own is there. Replies that no thread waits for (futures) are read by the I/O threads.
 
 One rule for completions: the reader hands on the reading, then completes what it read. So a callback, or a hook of a
-backward pass, may run for long and may wait for another reply of the same link. A thread that came in person leaves to
+backward pass, may run for long and may wait for another reply of the same link. A thread that came to wait leaves to
 the I/O threads what may run a user's code; and a reply that its caller came for (`attended`) is left to that caller.
 
     IDLE      nothing is expected, or nobody looks
@@ -62,7 +62,7 @@ class ReadLink(Protocol):
     def said_goodbye(self, exited: bool) -> None:
         """The worker leaves on purpose."""
 
-    def timeout_error(self, slot: Slot) -> RpcTimeout:
+    def timeout_error(self, slot: Slot, *, ask: bool = False) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
 
     def timed_out(self, slot: Slot) -> None:
@@ -85,6 +85,11 @@ class ReplyReader:
         self._lock = threading.Lock()
         self._waiters: deque[Slot] = deque()
         self._spinner = Spinner()
+
+    @property
+    def unacknowledged(self) -> tuple[int, ...]:
+        """The replies that came, and that the worker has not been told of by name."""
+        return tuple(self._received)
 
     # --- waiting ---
 
@@ -136,15 +141,16 @@ class ReplyReader:
                 if self._pending.give_up(slot.request_id) is None:
                     continue  # it is being completed by another thread this very moment
                 slot.done = True
-                self._link.timed_out(slot)
                 with self._lock:
                     if self.state == IDLE:  # the reading may have been passed to this thread as it woke by itself
                         self._pass_on()
+                error = self._link.timeout_error(slot, ask=True)  # before the worker is told to give it up
+                self._link.timed_out(slot)
                 if slot.complete is not None:  # its future says so, now and whenever it is asked again
-                    slot.error = self._link.timeout_error(slot)
+                    slot.error = error
                     slot.complete(slot)
                     return
-                raise self._link.timeout_error(slot)
+                raise error
 
     def _sleep_until_woken(self, slot: Slot) -> None:
         left = -1.0 if slot.deadline == FOREVER else max(0.0, slot.deadline - time.monotonic())
@@ -282,7 +288,7 @@ class ReplyReader:
         return slot if self._finish(slot) else None
 
     def flush(self, connection: Connection) -> None:
-        """Send what waited for company."""
+        """Send what waited to be sent together."""
         try:
             connection.flush(deadline=time.monotonic())  # this thread reads: it must not wait until the worker does
         except TimeoutError:
@@ -307,7 +313,7 @@ class ReplyReader:
     # --- completing ---
 
     def _finish(self, slot: Slot) -> bool:
-        """A slot that was taken out of the table has its reply, or its error: wake its caller if that waits in person.
+        """A slot that was taken out of the table has its reply, or its error: wake its caller if that waits.
 
         Returns whether it has to be completed."""
         slot.done = True
@@ -326,7 +332,7 @@ class ReplyReader:
         """I/O thread, which does not read: complete what was read."""
         for slot in slots:
             complete = slot.complete
-            if complete is not None:  # else its caller came for the reply in person, and was first
+            if complete is not None:  # else its caller came for the reply itself, and was first
                 complete(slot)
 
     def _complete_in_person(self, slots: list[Slot], own: Slot) -> None:

@@ -1,11 +1,11 @@
-"""Barriers: the worker with the lowest id keeps the book of who has arrived, and answers when all have.
+"""Barriers: the worker with the lowest id coordinates: it notes who has arrived, and answers when all have.
 
 Pure: it is told of arrivals and of deaths, and says which barriers are complete. A worker that dies is no longer
 expected, so it holds nobody up.
 
-Barriers come in rounds, "name/0", "name/1" and so on to "name/left" and "name/closed". The host itself may die when
-some have its answer and others have not: those are a round ahead when the next host begins its book, so whoever has
-reached a later round counts as having reached the earlier ones.
+Barriers come in rounds, "name/0", "name/1" and so on to "name/left" and "name/closed". The coordinator itself may die
+when some have its answer and others have not: those are a round ahead when the next one begins, so whoever has reached
+a later round counts as having reached the earlier ones.
 """
 
 import re
@@ -21,7 +21,7 @@ _LAST_ROUNDS = {"left": 1e18, "closed": 2e18}
 
 
 class Arrivals:
-    """Arrivals at the barriers this worker keeps."""
+    """Arrivals at the barriers that this worker coordinates."""
 
     def __init__(self) -> None:
         self._arrived: dict[str, dict[str, tuple[int, Answer]]] = {}

@@ -1,4 +1,4 @@
-"""Barriers between all living workers: one of them keeps the book (see `arrivals.py`), the others ask it."""
+"""Barriers between all living workers: one of them coordinates (see `arrivals.py`), the others ask it."""
 
 import threading
 import time
@@ -16,25 +16,25 @@ from telegrad.rpc.workers import Member
 from telegrad.wire.messages import AnyMessage, Barrier, BarrierReply
 
 _ASK_SECONDS = 1.0
-_NEWS_SECONDS = 0.5  # between looks, while waiting, whether the worker that should keep the book is another by now
+_NEWS_SECONDS = 0.5  # between looks, while waiting, whether another worker should coordinate by now
 
 
 class Barriers(Layer):
-    """The barriers that this worker keeps the book of."""
+    """The barriers that this worker coordinates."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._book = Arrivals()
-        self._lock = threading.Lock()  # guards the book
+        self._arrivals = Arrivals()
+        self._lock = threading.Lock()  # guards the arrivals
 
     def messages(self) -> Mapping[type[Any], Served]:
         """Arrivals at a barrier, and the question who is missing at one. A shutdown does not wait for its own."""
         return {Barrier: Served(self._serve, counts_as_work=False)}
 
     def missing(self, key: str) -> list[str]:
-        """Who has not reached a barrier that is kept here."""
+        """Who has not reached a barrier that is coordinated here."""
         with self._lock:
-            return self._book.missing(key, self._living())
+            return self._arrivals.missing(key, self._living())
 
     def _living(self) -> list[str]:
         agent = self._agent
@@ -49,7 +49,7 @@ class Barriers(Layer):
         if message.worker != request.caller.name:
             raise ProtocolError(f"worker {request.caller.name!r} cannot reach a barrier for {message.worker!r}")
         with self._lock:
-            self._book.arrive(
+            self._arrivals.arrive(
                 message.key,
                 message.worker,
                 message.activity,
@@ -59,7 +59,7 @@ class Barriers(Layer):
 
     def _answer_complete(self) -> None:
         with self._lock:
-            ready = self._book.complete(self._living(), self._agent.info.name)
+            ready = self._arrivals.complete(self._living(), self._agent.info.name)
         for answer, total in ready:
             answer(total)
 
@@ -69,14 +69,14 @@ class Barriers(Layer):
 
     def _missing_anywhere(self) -> list[tuple[str, str]]:
         with self._lock:
-            keys = self._book.waiting()
+            keys = self._arrivals.waiting()
         return [(key, name) for key in keys for name in self.missing(key)]
 
     def waits(self) -> list[tuple[str, int]]:
-        """Whom barriers kept here wait for."""
+        """Whom the barriers that are coordinated here wait for."""
         ids = {m.name: int(m.worker_id) for m in self._agent.directory.members()}
         return [
-            (f"barrier {key!r}, which it keeps, waits for {name}", ids.get(name, -1))
+            (f"barrier {key!r}, which it coordinates, waits for {name}", ids.get(name, -1))
             for key, name in self._missing_anywhere()
         ]
 
@@ -89,29 +89,29 @@ class Barriers(Layer):
 def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
     """Wait until every living worker has reached the barrier `key`; the sum of their activities."""
     while True:
-        agent.peers.look_for_news()  # who was started again may be the one that keeps the book
-        host = _host(agent)
+        agent.peers.look_for_news()  # who was started again may be the coordinator
+        coordinator = _coordinator(agent)
         try:
-            reply = _arrive(agent, host, Barrier(key, agent.info.name, activity), deadline)
+            reply = _arrive(agent, coordinator, Barrier(key, agent.info.name, activity), deadline)
         except WorkerDied:
-            agent.lost(host, f"worker {host.name!r} ended while others waited at a barrier")
-            continue  # the next worker keeps the book
+            agent.lost(coordinator, f"worker {coordinator.name!r} ended while others waited at a barrier")
+            continue  # the next worker coordinates
         if reply is not None:
             assert type(reply) is BarrierReply
             return reply.activity
 
 
-def _host(agent: Agent) -> Member:
-    """Who keeps the book, by all that is known here. Whoever knows less learns of it while it waits."""
+def _coordinator(agent: Agent) -> Member:
+    """Who coordinates, by all that is known here. Whoever knows less learns of it while it waits."""
     return min((m for m in agent.directory.members() if not agent.is_dead(m)), key=lambda m: m.worker_id)
 
 
-def _arrive(agent: Agent, host: Member, message: Barrier, deadline: float) -> AnyMessage | None:
-    """Reach a barrier at `host` and wait there; None if another has to be asked, because it came back meanwhile."""
+def _arrive(agent: Agent, coordinator: Member, message: Barrier, deadline: float) -> AnyMessage | None:
+    """Reach a barrier and wait there; None if another coordinator has to be asked, which came back meanwhile."""
     left = 0.0 if deadline == float("inf") else max(deadline - time.monotonic(), 1e-3)
     wakeup = Wakeup()
     slot = agent.send(
-        host,
+        coordinator,
         message,
         timeout=left,
         what=lambda: f"reaching the barrier {message.key!r}",
@@ -122,17 +122,22 @@ def _arrive(agent: Agent, host: Member, message: Barrier, deadline: float) -> An
             wakeup.wait(_NEWS_SECONDS)
         if not slot.done:
             agent.peers.look_for_news()
-            if _host(agent).incarnation != host.incarnation and slot.link.pending.give_up(slot.request_id) is not None:
+            if (
+                _coordinator(agent).incarnation != coordinator.incarnation
+                and slot.link.pending.give_up(slot.request_id) is not None
+            ):
                 return None
     return agent.reply_frame(slot).message
 
 
 def ask_who_is_missing(agent: Agent, key: str) -> str:
     """Who has not reached a barrier, in words."""
-    host = _host(agent)
+    coordinator = _coordinator(agent)
     try:
-        reply = agent.ask(host, Barrier(key, "", 0), timeout=_ASK_SECONDS, what=lambda: f"who is missing at {key!r}")
+        reply = agent.ask(
+            coordinator, Barrier(key, "", 0), timeout=_ASK_SECONDS, what=lambda: f"who is missing at {key!r}"
+        )
     except TelegradError:
-        return f"perhaps {host.name}, which does not answer"
+        return f"perhaps {coordinator.name}, which does not answer"
     assert type(reply) is BarrierReply
     return ", ".join(reply.missing)

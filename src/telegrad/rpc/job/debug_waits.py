@@ -40,9 +40,9 @@ def debug_waits(cluster: bool = False) -> str:
     """What this worker waits for, one line each; with `cluster` followed across workers to where it ends.
 
     It asks nothing of the code that hangs: a worker is described by its tables, and one that does not answer within two
-    seconds is said not to. SIGUSR1 prints the same, unless the program has a use of its own for that signal.
+    seconds is named as such. SIGUSR1 prints the same, unless the program has a use of its own for that signal.
 
-    Example:
+    Examples:
         >>> text = rpc.debug_waits(cluster=True)  # one line for each wait, on all workers
     """
     agent = require_agent()
@@ -146,7 +146,7 @@ def _ask_all(agent: Agent) -> dict[int, list[Wait] | None]:
 
 
 def _nothing(_: Any) -> None:
-    """Whoever asks waits in person."""
+    """Whoever asks waits itself."""
 
 
 class Waits(Layer):

@@ -182,7 +182,7 @@ def _note_size(notes: _Notes, variables: Variables) -> None:
             notes.note("world_size", variables[variable], variable)
             return
     raise RendezvousError(
-        f"{notes.engine}: how many workers there are is not said. Put WORLD_SIZE, its completions, into the manifest"
+        f"{notes.engine}: the number of workers is not given. Put WORLD_SIZE, its completions, into the manifest"
     )
 
 
@@ -247,7 +247,7 @@ def _expand(group: str) -> Iterator[str]:
     for choice in choices.split(","):
         low, _, high = choice.partition("-")
         if not low.isdecimal() or (high and not high.isdecimal()) or int(high or low) - int(low) > _MANY_HOSTS:
-            raise RendezvousError(f"{group!r} is no list of hosts")
+            raise RendezvousError(f"{group!r} is not a list of hosts")
         for number in range(int(low), int(high or low) + 1):
             for tail in _expand(after):
                 yield f"{before}{number:0{len(low)}d}{tail}"

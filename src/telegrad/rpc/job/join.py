@@ -68,7 +68,7 @@ def start(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
         except RuntimeError as error:  # torch's own: the store has ended
             if given or store_host.endpoint_in(options.init_method) is None or time.monotonic() >= deadline:
                 raise RendezvousError(f"the rendezvous store {options.init_method!r} failed: {error}") from error
-            log.info("the rendezvous store %r closed as worker %r came; it comes again", options.init_method, name)
+            log.info("the rendezvous store %r closed while worker %r joined; it tries again", options.init_method, name)
             store = None
 
 
@@ -210,11 +210,15 @@ def leave(agent: Agent, quietly: bool = False, exited: bool = False) -> None:
     """Record that this worker is gone, unless `quietly`; what becomes of the rendezvous store is up to others."""
     if agent.member_log is not None and not quietly:
         try:
-            agent.member_log.publish(msgspec.structs.replace(agent.member, leaving=True, exited=exited, secret=b""))
+            agent.member_log.publish(_last_record(agent, exited))
         except RuntimeError as error:
             log.debug("the rendezvous store is gone: %s", error)
     if agent.store_recovery is not None:
         agent.store_recovery.close()
+
+
+def _last_record(agent: Agent, exited: bool) -> Member:
+    return msgspec.structs.replace(agent.member, leaving=True, exited=exited, secret=b"")
 
 
 def end_job(agent: Agent) -> None:
@@ -226,8 +230,9 @@ def end_job(agent: Agent) -> None:
             log.debug("the rendezvous store is gone: %s", error)
 
 
-def let_go_of_store(agent: Agent) -> None:
+def let_go_of_store(agent: Agent, exited: bool = False) -> None:
     """Let the store go. If it is in this process, that ends it for all."""
     member_log, agent.member_log = agent.member_log, None
     if member_log is not None:
+        member_log.say_last(_last_record(agent, exited))
         member_log.lose()

@@ -53,7 +53,7 @@ def init_rpc(
     Returns when all `world_size` workers are there. RendezvousError at the deadline names those that are missing. What
     it returns may be used in a `with` block, whose end is a graceful `shutdown`, or one at once after an error.
 
-    Example:
+    Examples:
         >>> with rpc.init_rpc("worker0", rank=0, world_size=1) as me:
         ...     rpc.rpc_sync(me, pow, (2, 3))
         8
@@ -120,7 +120,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     without a limit); at the deadline it ends all the same and raises ShutdownError, which says who and what was
     missing. Workers that died are not waited for. With `graceful=False` it ends at once.
 
-    Example:
+    Examples:
         >>> joined = rpc.init_rpc("worker0", rank=0, world_size=1)
         >>> rpc.shutdown()
     """
@@ -218,6 +218,7 @@ def _at_exit() -> None:
         set_current_agent(None)
         leave(agent, exited=True)
         agent.close(exited=True)
+        let_go_of_store(agent, exited=True)
 
 
 atexit.register(_at_exit)

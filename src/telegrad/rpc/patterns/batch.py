@@ -64,13 +64,13 @@ class Batch:
             except Exception as problem:
                 _fail(futures, problem)
             else:
-                whole.add_done_callback(lambda whole, futures=futures: _share_out(whole, futures))  # type: ignore[misc]
+                whole.add_done_callback(lambda whole, futures=futures: _share_out(whole, futures))  # type: ignore[misc] # mypy cannot type a default of a lambda
 
 
 def batch(timeout: float = UNSET_RPC_TIMEOUT) -> Batch:
     """Send many small calls in one message to each worker, when the block ends.
 
-    Example:
+    Examples:
         >>> with rpc.batch() as batch:
         ...     futures = [batch.rpc_async("worker1", abs, (-n,)) for n in range(3)]
         >>> [future.wait() for future in futures]

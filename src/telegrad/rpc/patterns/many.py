@@ -23,7 +23,7 @@ AHEAD = 2  # calls that a worker has beside the one it runs: it need not wait fo
 def get_worker_infos() -> list[WorkerInfo]:
     """The workers of the job that are alive as far as this one knows, itself included, by id.
 
-    Example:
+    Examples:
         >>> [info.name for info in rpc.get_worker_infos()]
         ['worker0', 'worker1']
     """
@@ -44,7 +44,7 @@ def gather(
 
     By default on all workers, this one included. The first error in that order is raised, when all calls have ended.
 
-    Example:
+    Examples:
         >>> rpc.gather(pow, (2, 3))
         {'worker0': 8, 'worker1': 8}
     """
@@ -69,7 +69,7 @@ def map(
     A worker gets its next item when it has nearly done the ones it has, so a slow one gets fewer. By default all other
     workers take part; this one only if it is alone. An error ends the iteration; calls under way are left to end.
 
-    Example:
+    Examples:
         >>> list(rpc.map(abs, [-1, -2, -3]))
         [1, 2, 3]
     """
@@ -95,7 +95,7 @@ def map(
 def as_completed(futures: Iterable[Future[T]], timeout: float | None = None) -> Iterator[Future[T]]:
     """The futures in the order in which they are done, each as soon as it is. RpcTimeout names those still missing.
 
-    Example:
+    Examples:
         >>> futures = [rpc.rpc_async("worker1", abs, (-n,)) for n in range(3)]
         >>> sorted(future.value() for future in rpc.as_completed(futures))
         [0, 1, 2]

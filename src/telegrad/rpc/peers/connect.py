@@ -113,7 +113,7 @@ class Connector:
         if peers.has_lost(hello.incarnation):
             # What it had asked has been forgotten with it: to take it back could run a request twice.
             raise AuthenticationError(
-                f"worker {me.name!r} holds {hello.name!r} for dead, after it closed or was silent for too long; "
+                f"worker {me.name!r} considers {hello.name!r} dead: its connection closed, or it was silent too long; "
                 "start it again"
             )
         known = self._directory.by_id(hello.worker_id)

@@ -53,7 +53,7 @@ def cannot_answer(member: Member, error: OSError) -> bool:
 
 
 class Heartbeat(Layer):
-    """The watch of one agent over the workers it expects something of."""
+    """Asks the workers that one agent expects something of whether they live."""
 
     def __init__(self, runtime: Runtime, me: Member, directory: Directory, peers: Peers) -> None:
         self._runtime = runtime

@@ -37,7 +37,7 @@ class PeerEvents(LinkEvents, SessionEvents, Protocol):
 
 
 class MemberRecords(Protocol):
-    """The log of members in the rendezvous store (`job/member_log.py`), as far as the rooms below need it."""
+    """The log of members in the rendezvous store (`job/rendezvous/member_log.py`), as far as it is needed here."""
 
     store: Any
 
@@ -49,6 +49,9 @@ class MemberRecords(Protocol):
 
     def end_job(self) -> None:
         """All workers have left."""
+
+    def say_last(self, member: Member) -> None:
+        """Tell those who monitor the store the last record of this worker, if the store ends with it."""
 
     def lose(self) -> None:
         """Let the store go."""

@@ -39,9 +39,13 @@ class AtMostOnce:
     def __repr__(self) -> str:
         return f"<AtMostOnce: {len(self.running)} running, {len(self.replies)} kept, below {self.acknowledged} done>"
 
+    def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...], int, str]:
+        """The requests that run, those whose replies are kept, below which all are done, and which others are."""
+        return tuple(self.running), tuple(self.replies), self.acknowledged, repr(self._forgotten)
+
     def check(self) -> None:
         """Raise ProtocolError if the caller lets replies pile up. One of ours says what it has after 256 of them."""
-        if len(self.replies) > MOST_KEPT or self._forgotten.count > MOST_KEPT:
+        if len(self.replies) > MOST_KEPT or (self._has_forgotten and self._forgotten.count > MOST_KEPT):
             raise ProtocolError(f"it has not acknowledged {len(self.replies)} replies; no more are kept for it")
 
     def take(self, request_id: int, kind: type) -> Reply | None:

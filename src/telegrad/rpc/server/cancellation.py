@@ -53,7 +53,7 @@ def cancelled() -> bool:
     False outside a function called by another worker, and in threads that such a function starts. A coroutine need not
     ask: it is cancelled.
 
-    Example:
+    Examples:
         >>> def search(candidates):
         ...     for candidate in candidates:
         ...         if rpc.cancelled():

@@ -118,6 +118,10 @@ class Session:
         """The messages of the requests being served, and since when."""
         return list(self.requests.running.values())
 
+    def waiting_requests(self) -> list[Frame]:
+        """Those that have come and not begun."""
+        return [frame for frame in list(self._inbox) if frame.kind == FrameKind.REQUEST]
+
     def attach(self, connection: Connection) -> None:
         """Serve this connection, the first one or one that replaces a lost one."""
         with self._lock:
@@ -188,7 +192,7 @@ class Session:
                 self.ended(connection)
                 return
             if trace.recorder is not None:
-                trace.recorder.arrived(self, frames)
+                trace.recorder.arrived(frames)
             inbox.extend(frames)
 
     def _note_definitions(self, frames: list[Frame]) -> None:
@@ -210,7 +214,7 @@ class Session:
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
-        if trace.recorder is not None and trace.recorder.takes(request):
+        if trace.recorder is not None and request.frame.read_at:
             trace.recorder.serve(request, self.serve)
             return
         served = self._served.get(type(request.message))
@@ -426,7 +430,7 @@ class Session:
             while not connection.closed and not connection.stream.delivered and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
         except (OSError, ValueError):
-            log.debug("%s does not take in its last answers", self.member.name)
+            log.debug("%s does not read its last answers", self.member.name)
 
     def farewell(self, message: AnyMessage) -> None:
         """Tell the caller that this worker leaves, if it can be told without waiting."""
@@ -438,7 +442,7 @@ class Session:
                 log.debug("%s could not be told goodbye", self.member.name)
 
     def close(self) -> None:
-        """Stop serving; what is running goes on, its reply goes nowhere."""
+        """Stop serving; what is running goes on, its reply is dropped."""
         connection, self.connection = self.connection, None
         if connection is not None:
             self._detach(connection)

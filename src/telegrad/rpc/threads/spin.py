@@ -1,9 +1,9 @@
-"""How long a thread looks again and again before it sleeps, learnt from how long such waits have taken.
+"""How long a thread spins before it sleeps, learnt from how long such waits have taken.
 
 Falling asleep and being woken costs 50 to 100 us on each side of a call, more than a small call itself. So a thread
-that expects its answer within a few hundred microseconds looks for it first. Where answers take longer it sleeps at
-once, but for a rare probe. It lets other processes on its core go first, and rests for a while when that shows that the
-machine is busy. It does not look while another thread of this process has work: that needs the interpreter.
+that expects its answer within a few hundred microseconds spins first. Where answers take longer it sleeps at once, but
+for a rare probe. It lets other processes on its core go first, and does not spin for a while when that shows that the
+machine is busy. Nor does it while another thread of this process has work: that needs the interpreter.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The timer: one thread per agent that minds the time. It runs no user code and never waits for a peer.
+"""The timer: one thread per agent for all deadlines. It runs no user code and never waits for a peer.
 
-It sleeps until the earliest moment somebody asked for. Deadlines of futures, heartbeats and the watch over threads that
+It sleeps until the earliest moment somebody asked for. Deadlines of futures, heartbeats and the look at threads that
 are stuck in a user's function all come from here; what they lead to is done by the I/O threads.
 """
 

@@ -19,7 +19,7 @@ def with_autocast(function: Callable[P, R]) -> Callable[P, R]:
     `rpc_sync("worker1", with_autocast(layer), (x,))`. The backward of what ran under autocast needs nothing: the casts
     are part of the graph.
 
-    Example:
+    Examples:
         >>> x = torch.ones(2, 2)
         >>> with torch.autocast("cpu", dtype=torch.bfloat16):
         ...     rpc.rpc_sync("worker1", rpc.with_autocast(torch.mm), (x, x)).dtype

@@ -26,7 +26,7 @@ class Export(NamedTuple):
 class Limits(NamedTuple):
     """What each peer may ask of a worker that runs exported functions alone.
 
-    Args:
+    Attributes:
         calls_per_second: requests of all kinds, over a while; twice as many at once after a pause.
         running: requests that it may have under way at a time.
         references: results it may have this worker keep (`rpc.remote`).
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
         kept_bytes: bytes of results that are kept until it has said that they arrived.
         patience: seconds that this worker waits for it to take in an answer.
 
-    Example:
+    Examples:
         >>> limits = rpc.Limits(calls_per_second=100)
     """
 
@@ -67,7 +67,7 @@ def export(function: Any = None, *, name: str | None = None, may_call: Collectio
 
     Also a decorator: `@rpc.export`, `@rpc.export(may_call=["company"])`.
 
-    Example:
+    Examples:
         >>> def double(x):
         ...     return 2 * x
         >>> _ = rpc.export(double, name="double it", may_call=["worker1"])
@@ -93,7 +93,7 @@ def export(function: Any = None, *, name: str | None = None, may_call: Collectio
 def withdraw(name: str) -> None:
     """Export a function no longer. Whoever calls it from now on is refused.
 
-    Example:
+    Examples:
         >>> _ = rpc.export(abs, name="absolute")
         >>> rpc.withdraw("absolute")
     """

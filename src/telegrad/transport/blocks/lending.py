@@ -54,7 +54,7 @@ class Lender:
             return self._lent_bytes
 
     def take(self, nbytes: int) -> Block:
-        """A block of at least `nbytes`, lent from now on. Raises OSError where there is no shared memory to be had."""
+        """A block of at least `nbytes`, lent from now on. Raises OSError where there is no shared memory."""
         size = block_size(nbytes)
         with self._lock:
             self._note_let_go()

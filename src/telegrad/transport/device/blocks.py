@@ -37,7 +37,7 @@ SLAB = 2 * 2**20
 
 
 class NoRoom(Exception):
-    """There is no device memory to be had for a block, or no more may be taken."""
+    """There is no device memory left for a block, or no more may be taken."""
 
 
 class Budget:

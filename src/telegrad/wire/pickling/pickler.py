@@ -6,6 +6,7 @@ the pickle names their places. `unpickler.py` is the other half.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import pickle
@@ -42,11 +43,23 @@ _recording: Callable[[], bool] = lambda: False  # noqa: E731 - replaced by `set_
 _special: tuple[type, ...] = (Tensor, UntypedStorage, TypedStorage)
 
 
-def register_reducer(cls: type, reduce: Reduce) -> None:
-    """Send objects of `cls` and its subclasses as `reduce(obj)` says, in the form of `object.__reduce__`."""
+def register_reducer(cls: type, reduce: Reduce) -> Callable[[], None]:
+    """Send objects of `cls` and its subclasses as `reduce(obj)` says, in the form of `object.__reduce__`.
+
+    Returns what undoes that."""
+    before = _reducers.get(cls)
+    _set_reducer(cls, reduce)
+    return functools.partial(_set_reducer, cls, before)
+
+
+def _set_reducer(cls: type, reduce: Reduce | None) -> None:
     global _special  # noqa: PLW0603 - replaced whole, so that a pickler in another thread sees the old or the new one
-    _reducers[cls] = reduce
-    _special = (*_special, cls)
+    if reduce is not None:
+        _reducers[cls] = reduce
+        _special = (*_special, cls)
+    else:
+        _special = tuple([each for each in _special if each is not cls])
+        _reducers.pop(cls, None)
 
 
 def set_recording(recording: Callable[[], bool]) -> None:

@@ -31,7 +31,7 @@ def take_apart(tensor: Any) -> tuple[Any, ...]:
             f"a {cls.__qualname__} that requires grad cannot be sent: none of its inner tensors ({', '.join(names)}) "
             "could carry its gradient; send it detached"
         )
-    outputs = _TakeApart.apply(tensor, cls, inner, form, carriers)  # type: ignore[no-untyped-call]
+    outputs = _TakeApart.apply(tensor, cls, inner, form, carriers)  # type: ignore[no-untyped-call] # torch's own, without types
     return cls, {**inner, **dict(zip(carriers, outputs, strict=True))}, form, carriers, True
 
 
@@ -41,7 +41,7 @@ def put_together(cls: Any, inner: Rest, form: Any, carriers: Sequence[str], requ
         made = _unflatten(cls, _detached(inner, carriers), form)
         return made.requires_grad_(requires_grad)
     with torch.enable_grad():
-        outer: Tensor = _PutTogether.apply(cls, inner, form, carriers, *[inner[name] for name in carriers])  # type: ignore[no-untyped-call]
+        outer: Tensor = _PutTogether.apply(cls, inner, form, carriers, *[inner[name] for name in carriers])  # type: ignore[no-untyped-call] # torch's own, without types
     return outer
 
 

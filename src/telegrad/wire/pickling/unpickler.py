@@ -38,7 +38,7 @@ def storage_of(tensor: Tensor) -> UntypedStorage:
 
 
 def typed_storage_of(storage: UntypedStorage, dtype: torch.dtype) -> TypedStorage:
-    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call] # torch's own, without types
 
 
 def compiled(function: Any, backend: str) -> Any:

@@ -8,6 +8,7 @@ store, at the same address, which begins empty: see `store_recovery.py`.
 """
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -226,6 +227,15 @@ class MemberLog:
         """Append a record."""
         index = int(self._open_log().add("records", 1)) - 1
         self._open_log().set(f"record/{index}", self._seal.seal(_encode(member)))
+
+    def say_last(self, member: Member) -> None:
+        """The store may end with this worker: tell those who monitor it what they could not read there any more."""
+        store_host.say_last(self.store, self._seal.seal(_encode(member)))
+
+    def read_last(self, monitor: socket.socket) -> list[Member]:
+        """What a store that has just ended said last through a connection that monitored it."""
+        sealed = store_host.last_record(monitor)
+        return self._decoded(sealed) if sealed else []
 
     def news(self, take: Callable[[list[Member]], None]) -> None:
         """Give the records appended since the last time to `take`. Whoever asks next finds them taken."""

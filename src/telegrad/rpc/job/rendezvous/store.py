@@ -3,11 +3,13 @@
 Whoever may open it tries to take the port: one gets it, the others connect (`store_client.py`). A bare connection
 beside that one tells when the store has ended, which a client that is not being used would not notice.
 
-That connection goes to a beacon: a socket beside the store that listens, says nothing and ends with it. The store
+That connection goes to a monitor port: a socket beside the store that listens and ends with it. The only thing it ever
+says is the last record of a worker whose program ends with its store, which nobody could read there any more. The store
 itself looks up the name of whoever connects, and everyone waits while it does; a resolver that does not answer takes
 5 seconds. It listens at the address it was given and at no other, and a store that another user holds is not joined.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -35,8 +37,12 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 _FIRST_NOTICE = 5.0  # seconds of waiting after which a line says for what
 _LISTENING = "0A"  # in /proc/net/tcp
 _BYTE_ORDER = -1 if sys.byteorder == "little" else 1
-_BEACON = "telegrad/beacon"
-_BEACON_LOOKS = 50
+_MONITOR_PORT = "telegrad/monitor port"
+_MONITOR_LOOKS = 50
+_LONGEST_RECORD = 1 << 16
+_monitor_ports: "weakref.WeakKeyDictionary[TCPStore, socket.socket]" = (
+    weakref.WeakKeyDictionary()
+)  # of stores opened here
 
 Endpoint = tuple[str, int]  # host and port
 
@@ -145,7 +151,7 @@ def attempt(endpoint: Endpoint, *, opens: bool, seconds: float) -> Any:
                 multi_tenant=True,
                 master_listen_fd=taken.detach(),
             )
-            _light_beacon(store, host)
+            _open_monitor_port(store, host)
             return store
     _check_holder(endpoint)
     return StoreClient(host, port, connect_seconds=min(seconds, _CONNECT_SECONDS), timeout=seconds)
@@ -213,18 +219,40 @@ def _check_holder(endpoint: Endpoint) -> None:
         )
 
 
-def _light_beacon(store: TCPStore, host: str) -> None:
-    beacon = _listener((host, 0))  # those who connect stay in its backlog, and are never accepted
-    weakref.finalize(store, beacon.close)
-    store.set(_BEACON, str(beacon.getsockname()[1]))
+def _open_monitor_port(store: TCPStore, host: str) -> None:
+    listener = _listener((host, 0))  # those who connect stay in its backlog until there is something to say
+    listener.setblocking(False)
+    weakref.finalize(store, listener.close)
+    _monitor_ports[store] = listener
+    store.set(_MONITOR_PORT, str(listener.getsockname()[1]))
+
+
+def say_last(store: Any, record: bytes) -> None:
+    """Tell all that monitor a store opened here a last record, before the store goes. Waits for nobody."""
+    listener = _monitor_ports.get(store) if isinstance(store, TCPStore) else None
+    if listener is None:
+        return
+    with contextlib.suppress(OSError):  # until nobody is left in the backlog
+        while True:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(OSError):
+                sock.setblocking(False)
+                sock.send(record)
+
+
+def last_record(monitor: socket.socket) -> bytes:
+    """What a store said through this connection before it went; empty if it ended without a word."""
+    with contextlib.suppress(OSError):
+        return monitor.recv(_LONGEST_RECORD, socket.MSG_DONTWAIT)
+    return b""
 
 
 def connect_monitor(store: Any, endpoint: Endpoint) -> socket.socket:
     """A connection that ends when the store at `endpoint` does."""
-    for _ in range(_BEACON_LOOKS):  # whoever opened the store is about to say where
-        if store.check([_BEACON]):
+    for _ in range(_MONITOR_LOOKS):  # whoever opened the store is about to say where
+        if store.check([_MONITOR_PORT]):
             try:
-                return connect_silent((endpoint[0], int(store.get(_BEACON))))
+                return connect_silent((endpoint[0], int(store.get(_MONITOR_PORT))))
             except OSError:
                 break  # between hosts there may be a wall that lets only the store's own port through
         time.sleep(_FIRST_PAUSE)

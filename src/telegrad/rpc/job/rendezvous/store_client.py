@@ -73,7 +73,7 @@ class StoreClient(Store):
         except TimeoutError:
             raise NotAStore("it takes connections and does not answer as a store would", is_silent=True) from None
         if answer != _NONCE.pack(nonce):
-            raise NotAStore(f"it answers with {answer!r}, which no store would", is_silent=False)
+            raise NotAStore(f"it answers with {answer!r}, as no store does", is_silent=False)
 
     # --- what torch's stores can do, under the same names ---
 

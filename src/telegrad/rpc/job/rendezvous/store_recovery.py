@@ -59,7 +59,7 @@ class StoreRecovery:
             self._lost()
             return
         sock.setblocking(False)
-        self._monitor = sock  # its peer never sends, so the first event is its end
+        self._monitor = sock  # its peer sends nothing before its end, so the first event is that
         self._agent.io_threads.register(sock.fileno(), self._on_event, armed=True)
         if self._closed:  # by another thread, which may not have seen this connection
             self._close_monitor()
@@ -68,14 +68,19 @@ class StoreRecovery:
         """Whether the store is not known to have ended: a thread that uses it may notice before the I/O threads."""
         sock = self._monitor
         try:
-            return sock is None or bool(sock.recv(1, socket.MSG_PEEK))
+            if sock is not None:
+                sock.recv(1, socket.MSG_PEEK)  # whether nothing or a last record: it ends
         except BlockingIOError:
             return True
         except OSError:
-            return False
+            pass
+        return sock is None
 
     def _on_event(self) -> None:
         if not self._stands():
+            sock = self._monitor
+            if sock is not None:
+                self._agent.peers.take_news(self._member_log.read_last(sock))
             self._close_monitor()
             self._lost()
 
@@ -125,9 +130,9 @@ class StoreRecovery:
             # itself, and who is silent is gone.
             for member in agent.directory.members():
                 if member.incarnation != agent.member.incarnation:
-                    self._member_log.publish(as_hearsay(member))
+                    self._member_log.publish(as_relayed(member))
 
 
-def as_hearsay(member: Member) -> Member:
+def as_relayed(member: Member) -> Member:
     """A record as somebody else repeats it."""
-    return msgspec.structs.replace(member, hearsay=True)
+    return msgspec.structs.replace(member, relayed=True)

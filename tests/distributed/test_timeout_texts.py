@@ -1,0 +1,85 @@
+"""A timeout says where the time went: running and where, waiting for another, not begun, not heard of."""
+
+import asyncio
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from telegrad import rpc
+from telegrad.errors import RpcTimeout
+from tests.cluster import Cluster, cluster
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Cluster]:
+    with cluster(3) as job:
+        for name in job.others:
+            rpc.rpc_sync(name, slow, (0.0,))  # this module is imported there now, and not within a deadline below
+        yield job
+
+
+def slow(seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not rpc.cancelled():
+        time.sleep(0.005)
+
+
+def ask_another(to: str, seconds: float) -> None:
+    rpc.rpc_sync(to, slow, (seconds,), timeout=5)
+
+
+async def later(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def text_of(to: str, func: object, args: tuple[object, ...], timeout: float = 0.5) -> str:
+    with pytest.raises(RpcTimeout, match=re.escape(f"set timeout ({round(timeout * 1000)} ms)")) as caught:
+        rpc.rpc_sync(to, func, args, timeout=timeout)
+    return str(caught.value)
+
+
+def test_it_runs(workers: Cluster) -> None:
+    text = text_of("worker1", slow, (3.0,))
+    assert re.search(
+        r"worker 'worker1' has been running it for \d+ ms, now at .*test_timeout_texts\.py:\d+, in slow", text
+    )
+    assert text.endswith("Pass a longer `timeout` if that is expected")
+
+
+def test_it_waits_for_another(workers: Cluster) -> None:
+    text = text_of("worker1", ask_another, ("worker2", 3.0))
+    assert re.search(r"in ask_another, where it has waited \d+ ms for slow\(\) on worker 'worker2'", text)
+
+
+def test_a_coroutine(workers: Cluster) -> None:
+    assert "as a coroutine, or for a future that is not done" in text_of("worker1", later, (3.0,))
+
+
+def test_a_worker_that_is_stopped(workers: Cluster) -> None:
+    stopped = rpc.rpc_sync("worker2", pid)
+    os.kill(stopped, signal.SIGSTOP)
+    timer = threading.Timer(20, os.kill, (stopped, signal.SIGCONT))
+    timer.start()
+    begun = time.monotonic()
+    try:
+        text = text_of("worker2", pid, ())
+    finally:
+        timer.cancel()
+        timer.join()
+        os.kill(stopped, signal.SIGCONT)
+    assert re.search(
+        r"does not say where it is, and nothing came from it for \d\.\d s: it is stopped, or too busy", text
+    )
+    assert time.monotonic() - begun < 10
+    assert rpc.rpc_sync("worker2", pid) == stopped
