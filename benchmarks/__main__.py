@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import apis, cases, cluster, cuda, footprint, harness, limits, plot, report
+from benchmarks import apis, cases, cluster, cuda, footprint, harness, limits, plot, report, tls
 
 PLOT = Path("docs/benchmarks.png")
 REGIONS = "regions"
 CUDA = "cuda"
 BYTECODES = "bytecodes"
+TLS = "tls"
 ALONE_DEADLINE = 300.0
 FOOTPRINTS = {case.key: case for case in (footprint.IMPORT, footprint.IDLE_MEMORY)}
 
@@ -26,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cases == [CUDA]:
         cuda.main(options.impl)
         return 0
+    if options.cases == [TLS]:
+        return tls.main(options.quick)
     # Ended politely, this process would leave without ending its workers in order: make it an ordinary interrupt.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cluster.preload()
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    known = [*cases.BY_KEY, *FOOTPRINTS, REGIONS, BYTECODES, CUDA]
+    known = [*cases.BY_KEY, *FOOTPRINTS, REGIONS, BYTECODES, CUDA, TLS]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, epilog=f"cases: {', '.join(known)}"
     )
@@ -72,9 +75,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in options.impl:
         if name not in apis.BY_NAME:
             parser.error(f"no implementation is called {name!r}; there are: {', '.join(apis.BY_NAME)}")
-    if "ray" in options.impl and not apis.importable("ray"):
-        print("ray is not installed: left out", file=sys.stderr)
-        options.impl.remove("ray")
+    for name in apis.OPTIONAL:
+        if name in options.impl and not apis.importable(name):
+            print(f"{name} is not installed: left out", file=sys.stderr)
+            options.impl.remove(name)
     return options
 
 

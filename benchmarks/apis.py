@@ -2,7 +2,7 @@
 
 A case sees an `Api` and nothing else. Workers start with default options and rendezvous through the environment, as a
 user's first program would, and with what `telegrad run` adds to it in Telegrad's case; only the TCP cases pass an
-option, the one that switches shared memory off.
+option, the one that switches shared memory off, and `benchmarks.tls` the one that encrypts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-DEFAULT, TCP = "default", "tcp"
+DEFAULT, TCP, TLS = "default", "tcp", "tls"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,11 @@ class Api:
 
     def start(self, rank: int, world_size: int, transport: str) -> None:
         """Join the job as `worker<rank>`; MASTER_ADDR and MASTER_PORT are already set."""
-        options = {"rpc_backend_options": self.tcp_options(self.rpc)} if transport == TCP else {}
+        options = {}
+        if transport == TCP:
+            options = {"rpc_backend_options": self.tcp_options(self.rpc)}
+        elif transport == TLS:  # Telegrad alone has it
+            options = {"rpc_backend_options": self.rpc.RpcBackendOptions(transports=("tcp",), tls=True)}
         self.rpc.init_rpc(worker_name(rank), rank=rank, world_size=world_size, **options)
 
     def stop(self) -> None:
@@ -80,8 +84,17 @@ TELEGRAD = Api(
 )
 # Ray has no distributed autograd: `benchmarks.ray_peer` offers its actor calls under the names the call cases use.
 RAY = Api("ray", "benchmarks.ray_peer", "benchmarks.ray_peer", "benchmarks.ray_peer", lambda rpc: rpc.tcp_options())
+# Monarch likewise, for its actors.
+MONARCH = Api(
+    "monarch",
+    "benchmarks.monarch_peer",
+    "benchmarks.monarch_peer",
+    "benchmarks.monarch_peer",
+    lambda rpc: rpc.tcp_options(),
+)
 
-BY_NAME = {api.name: api for api in (TORCH, TELEGRAD, TORCH_SOCKETS, RAY)}
+BY_NAME = {api.name: api for api in (TORCH, TELEGRAD, TORCH_SOCKETS, RAY, MONARCH)}
+OPTIONAL = ("ray", "monarch")  # modules that are measured where they are installed
 
 
 def worker_name(rank: int) -> str:

@@ -1,7 +1,11 @@
-"""How many bytecodes one autograd step with 2x2 tensors executes, by layer, on the worker that runs it and on its peer.
+"""How many bytecodes a call and an autograd step with 2x2 tensors execute, by layer, on the worker that runs it and on
+its peer.
+
+    python -m benchmarks.bytecodes                          all cases, by layer
+    python -m benchmarks.bytecodes --functions [case ...]   by function
 
 A measure of the work that is left in Python, without noise: the same step gives the same count on any machine and under
-any load. All threads are counted, waiting is not.
+any load. All threads are counted, waiting is not, and neither is what happens by the clock.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -23,7 +28,10 @@ _LOOK = 0.5  # seconds: a thread that looks for its next message finds it, as it
 _BY_THE_CLOCK = "threads/timer.py"  # used every few milliseconds, and so less often than once a step
 _TIMER = "-timer"  # the thread that wakes by the clock: how often depends on the machine
 
+CASES = {"empty": "empty call", "tensors": "call with two 2x2", "step": "2x2 step"}
+
 Count = dict[str, float]  # bytecodes for each step, by function
+Both = tuple[Count, Count]  # of the worker that runs it, and of its peer
 
 
 class _Counter:
@@ -49,9 +57,11 @@ class _Counter:
             self.found[frame.f_code] += 1
         return self._step
 
-    def per_step(self, steps: int) -> Count:
+    def take(self, steps: int) -> Count:
+        """What was counted since the last time."""
         total: Counter[str] = Counter()
-        for code, count in self.found.items():
+        found, self.found = self.found, Counter()
+        for code, count in found.items():
             where = code.co_filename.rpartition("telegrad/")[2]
             total[f"{where}:{code.co_qualname}"] += count
         return {name: count / steps for name, count in total.items()}
@@ -60,97 +70,114 @@ class _Counter:
 _counter = _Counter()
 
 
-def _worker(rank: int, meeting: str, answers: Any) -> None:
-    _counter.install()
+def _steps() -> dict[str, Callable[[], None]]:
+    """What is counted."""
     import torch
 
     from telegrad import autograd, rpc
+
+    x, plain, ones = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2), torch.ones(4)
+
+    def empty() -> None:
+        rpc.rpc_sync("worker1", _nothing)
+
+    def tensors() -> None:
+        rpc.rpc_sync("worker1", torch.add, args=(plain, plain.clone()))
+
+    def step() -> None:
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("worker1", torch.add, args=(x, 1.0))
+            autograd.backward(context_id, [torch.dot(y.view(-1), ones)])
+            assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(2, 2))
+
+    return {"empty": empty, "tensors": tensors, "step": step}
+
+
+def _join(rank: int, meeting: str) -> None:
+    _counter.install()
+    from telegrad import rpc
+    from telegrad.rpc.server import stuck_threads
     from telegrad.rpc.threads import spin
 
     spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)
+    stuck_threads._LOOK_SECONDS = 10 * _LOOK  # a request that is counted takes so long that it would count as stuck
     rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting)
     )
-    if rank == 0:
-        x, ones = torch.ones(2, 2, requires_grad=True), torch.ones(4)
-
-        def step() -> None:
-            with autograd.context() as context_id:
-                y = rpc.rpc_sync("worker1", torch.add, args=(x, 1.0))
-                autograd.backward(context_id, [torch.dot(y.view(-1), ones)])
-                assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(2, 2))
-
-        for _ in range(_WARM_UP):
-            step()
-        rpc.rpc_sync("worker1", _switch, args=(True,))
-        _switch(True)
-        for _ in range(STEPS):
-            step()
-        _switch(False)
-        answers.put((0, _counter.per_step(STEPS)))
-        rpc.rpc_sync("worker1", _switch, args=(False,))
-    rpc.shutdown()
-    if rank == 1:
-        answers.put((1, _counter.per_step(STEPS)))
 
 
-def _switch(on: bool) -> None:
-    _counter.on = on
-
-
-def _calling(rank: int, meeting: str, answers: Any, function: Any, before: Any) -> None:
-    """The same for plain calls of `function`, after `before` has run on both workers."""
-    _counter.install()
+def _count(case: str, step: Callable[[], object], answers: Any) -> None:
     from telegrad import rpc
-    from telegrad.rpc.threads import spin
 
-    spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)
-    options = rpc.RpcBackendOptions(init_method=meeting)
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    for _ in range(_WARM_UP):
+        step()
+    rpc.rpc_sync("worker1", _switch, args=(True,))
+    _switch(True)
+    for _ in range(STEPS):
+        step()
+    here = _switch(False)
+    answers.put((case, here, rpc.rpc_sync("worker1", _switch, args=(False,))))
+
+
+def _worker(rank: int, meeting: str, cases: tuple[str, ...], answers: Any) -> None:
+    _join(rank, meeting)
+    from telegrad import rpc
+
+    if rank == 0:
+        steps = _steps()
+        for case in cases:
+            _count(case, steps[case], answers)
+    rpc.shutdown()
+
+
+def _calling(rank: int, meeting: str, function: Any, before: Any, answers: Any) -> None:
+    """The same for plain calls of `function`, after `before` has run on both workers."""
+    _join(rank, meeting)
+    from telegrad import rpc
+
     if before is not None:
         before()
     if rank == 0:
-        for _ in range(_WARM_UP):
-            rpc.rpc_sync("worker1", function)
-        rpc.rpc_sync("worker1", _switch, args=(True,))
-        _switch(True)
-        for _ in range(STEPS):
-            rpc.rpc_sync("worker1", function)
-        _switch(False)
-        answers.put((0, _counter.per_step(STEPS)))
-        rpc.rpc_sync("worker1", _switch, args=(False,))
+        _count("calls", lambda: rpc.rpc_sync("worker1", function), answers)
     rpc.shutdown()
-    if rank == 1:
-        answers.put((1, _counter.per_step(STEPS)))
 
 
-def measure() -> tuple[Count, Count]:
-    """Bytecodes of each function for one step, on the root and on its peer."""
+def _nothing() -> None:
+    pass
+
+
+def _switch(on: bool) -> Count:
+    _counter.on = on
+    return _counter.take(STEPS)
+
+
+def measure(*cases: str) -> dict[str, Both]:
+    """Bytecodes of each function for one step of each of these cases."""
     with tempfile.TemporaryDirectory() as folder:
-        return _both(_worker, Path(folder))
+        return _both(_worker, Path(folder), len(cases), cases)
 
 
-def count_calls(folder: Path, function: Any, before: Any = None) -> tuple[Count, Count]:
+def count_calls(folder: Path, function: Any, before: Any = None) -> Both:
     """The same for one call of `function`, on the caller and on its peer."""
-    return _both(_calling, folder, function, before)
+    return _both(_calling, folder, 1, function, before)["calls"]
 
 
-def _both(target: Any, folder: Path, *more: Any) -> tuple[Count, Count]:
+def _both(target: Any, folder: Path, answered: int, *more: Any) -> dict[str, Both]:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     meeting = Path(folder, "meeting").as_uri()
-    workers = [context.Process(target=target, args=(rank, meeting, answers, *more), daemon=True) for rank in range(2)]
+    workers = [context.Process(target=target, args=(rank, meeting, *more, answers), daemon=True) for rank in range(2)]
     for worker in workers:
         worker.start()
     try:
-        found = dict([answers.get(timeout=_DEADLINE) for _ in workers])
+        found = [answers.get(timeout=_DEADLINE) for _ in range(answered)]
         for worker in workers:
             worker.join(_DEADLINE)
     finally:
         for worker in workers:
             worker.kill()
             worker.join()
-    return found[0], found[1]
+    return {case: (root, peer) for case, root, peer in found}
 
 
 def by_layer(count: Count) -> Count:
@@ -163,20 +190,24 @@ def by_layer(count: Count) -> Count:
 
 def report() -> str:
     """A table: layers, then totals."""
-    root, peer = (by_layer(count) for count in measure())
-    lines = [f"{'bytecodes of a 2x2 step':<24}{'root':>8}{'peer':>8}"]
-    lines += [f"{layer:<24}{root.get(layer, 0):8.0f}{peer.get(layer, 0):8.0f}" for layer in {**root, **peer}]
-    return "\n".join([*lines, f"{'total':<24}{sum(root.values()):8.0f}{sum(peer.values()):8.0f}"])
+    lines = []
+    for case, both in measure(*CASES).items():
+        root, peer = (by_layer(count) for count in both)
+        lines.append(f"{'bytecodes: ' + CASES[case]:<34}{'root':>8}{'peer':>8}")
+        lines += [f"  {layer:<32}{root.get(layer, 0):8.0f}{peer.get(layer, 0):8.0f}" for layer in {**root, **peer}]
+        lines.append(f"  {'total':<32}{sum(root.values()):8.0f}{sum(peer.values()):8.0f}")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    if "--functions" in sys.argv:
-        for name, count in zip(("root", "peer"), measure(), strict=True):
-            print(f"{name} {sum(count.values()):.0f}")
+    if "--functions" not in sys.argv:
+        print(report())
+        return
+    for case, both in measure(*[case for case in CASES if case in sys.argv] or CASES).items():
+        for name, count in zip(("root", "peer"), both, strict=True):
+            print(f"{CASES[case]}, {name}: {sum(count.values()):.0f}")
             for function, number in sorted(count.items(), key=lambda item: -item[1]):
                 print(f"  {number:8.1f}  {function}")
-    else:
-        print(report())
 
 
 if __name__ == "__main__":

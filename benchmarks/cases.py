@@ -86,6 +86,14 @@ def echo(megabytes: int) -> Callable[[Api], Step]:
     return prepare
 
 
+def send(megabytes: int) -> Callable[[Api], Step]:
+    def prepare(api: Api) -> Step:
+        tensor = torch.ones(megabytes * MB // 4)
+        return lambda: api.rpc.rpc_sync(PEER, work.take, args=(tensor,))
+
+    return prepare
+
+
 def autograd_step(rows: int, columns: int) -> Callable[[Api], Step]:
     """Forward through the peer and back. The loss is a dot product, so that the gradient sent is dense."""
 
@@ -238,6 +246,7 @@ ALSO = (
     Case("rnn", "200 calls with the hidden state, then backward", recurrent, unit="ms", group="also", bar=1.75, aim=3),
     Case("pingpong", "the same with local work between the calls", ping_pong, unit="ms", group="also", bar=1.75, aim=3),
     Case("fan", "200 independent calls, then backward", fan, unit="ms", group="also", bar=1.75, aim=3),
+    Case("send128", "128 MB sent, nothing returned", send(128), unit="ms", group="also"),
     Case("busy", "empty call, one core busy", empty_call, group="also", busy_cores=1),
     *(
         Case(f"{name}{workers}", f"{title}, {workers} workers", shape(workers), workers=workers, group="also")

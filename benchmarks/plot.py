@@ -20,24 +20,26 @@ def draw(records: Sequence[Record], machine: Record, path: Path) -> bool:
         return False
     places = range(len(drawn))
     ratios = [record["ratio"] for record in drawn]
+    longest = max(ratio["median"] for ratio in ratios)
+    most = 1.15 * longest  # of what is drawn: one wild round must not squeeze all the bars
     errors = [
         [max(0.0, ratio["median"] - ratio["low"]) for ratio in ratios],
-        [max(0.0, ratio["high"] - ratio["median"]) for ratio in ratios],
+        [max(0.0, min(ratio["high"], most) - ratio["median"]) for ratio in ratios],
     ]
-    longest = max(ratio["median"] for ratio in ratios)  # one wild round must not squeeze all the bars
+    colours = ["#3b7dd8" if ratio["median"] >= 1 else "#e08a3c" for ratio in ratios]
     figure, axes = pyplot.subplots(figsize=(9, 0.36 * len(drawn) + 1.6))
-    axes.barh(
-        places, [ratio["median"] for ratio in ratios], xerr=errors, color="#3b7dd8", ecolor="#7f8c9b", height=0.62
-    )
+    axes.barh(places, [ratio["median"] for ratio in ratios], xerr=errors, color=colours, ecolor="#7f8c9b", height=0.62)
     for place, ratio in zip(places, ratios, strict=True):
-        right = max(ratio["median"], min(ratio["high"], 1.22 * longest))
+        right = max(ratio["median"], min(ratio["high"], most), 1.0)
         axes.text(right + 0.01 * longest, place, f" {ratio['median']:.1f}x", va="center", fontsize=9)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.annotate("as fast as torch", (1.0, -0.6), xytext=(4, 0), textcoords="offset points", fontsize=8)
     axes.set_yticks(places, [record["title"] for record in drawn])
     axes.set_ylim(len(drawn) - 0.4, -1.0)
-    axes.set_xlim(0, 1.35 * longest)
-    axes.set_xlabel("times as fast as torch.distributed.rpc; the grey lines span the rounds of the run")
+    axes.set_xlim(0, 1.3 * longest)
+    axes.set_xlabel(
+        "times as fast as torch.distributed.rpc (orange: slower)\ngrey lines: from the lowest round to the highest"
+    )
     axes.set_title(f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -22,6 +22,10 @@ def echo(value: Any) -> Any:
     return value
 
 
+def take(value: Any) -> None:
+    """Something large came; that is all."""
+
+
 def add(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
     return a + b
 

@@ -48,11 +48,16 @@ def _time(milliseconds: float) -> str:
     return f"{milliseconds * 1e3:.0f} µs" if milliseconds < 1 else f"{milliseconds:.1f} ms"
 
 
+_SAID = {"_invoke": "a method of what is there", "on_owner": "asked to step"}  # names within Telegrad, for readers
+
+
 def _page(svg: str, timeline: dict[str, Any], accuracies: Sequence[float]) -> str:
     workers = workers_of(timeline)
     took: dict[tuple[str, str], list[float]] = {}
     for event in sorted(slices_of(timeline), key=lambda e: (e["pid"], e["ts"])):
-        took.setdefault((workers[event["pid"]], event["name"]), []).append(event["dur"] / 1e3)
+        what = _SAID.get(event["name"], event["name"])
+        if not what.startswith("RRef"):  # Telegrad's own bookkeeping
+            took.setdefault((workers[event["pid"]], what), []).append(event["dur"] / 1e3)
     rows = [
         f"<tr><td>{html.escape(worker)}<td>{html.escape(what)}<td>{len(times)}<td>{_time(sum(times) / len(times))}"
         for (worker, what), times in took.items()

@@ -18,6 +18,8 @@ PATIENCE = 5.0  # seconds for what is already ending; far above what a closing w
 _PR_SET_CHILD_SUBREAPER = 36
 # Helpers that the standard library starts once and keeps for the life of a process.
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Processes of a browser come and go with its pages. What is a test's or a module's is the browser itself.
+_OF_A_BROWSER = "/chromium --type="
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _descendants(root: int) -> list[tuple[int, str]]:
         below = children.get(queue.pop()[0], ())
         found += below
         queue += below
-    return found
+    return [child for child in found if _OF_A_BROWSER not in _command(child[0])]
 
 
 def _command(pid: int) -> str:

@@ -116,19 +116,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120, help="steps on Python, of the adapters")
     parser.add_argument("--blocks", type=int, default=2, help="of each stage")
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
+    parser.add_argument("--write", type=int, default=120, help="letters, before and after")
     parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with telegrad.local_cluster(names=["main", *STAGES]):
         model = Model(options.blocks)
         losses, _ = model.train(english(), options.pretrain, 2e-3, "pretraining")
-        before = model.write("    def ", 120)
+        before = model.write("    def ", options.write)
         for stage in model.stages:
             stage.rpc_sync().adapt(options.rank)
         sizes = [stage.rpc_sync().sizes() for stage in model.stages]
         learnt, there = (sum(column) for column in zip(*sizes, strict=True))
         _, held_out = model.train(python(), options.steps, 4e-3, "fine-tuning")
-        after = model.write("    def ", 120)
+        after = model.write("    def ", options.write)
     draw(options.output / "finetune.png", losses, held_out)
     for when, text in (("before", before), ("after", after)):
         print(f"--- what it writes {when} ---\n{text}\n")

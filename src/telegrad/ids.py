@@ -73,6 +73,12 @@ def ids_of(peer: PeerId) -> Iterator[int]:
     return itertools.count(make_id(peer, 0))
 
 
+def random_ids_of(peer: PeerId) -> Iterator[int]:
+    """The same, for ids that nobody should guess. They may repeat, once in very many."""
+    draw = random.SystemRandom().getrandbits
+    return iter(lambda: make_id(peer, draw(COUNTER_BITS)), None)
+
+
 def last_id_of(worker: WorkerId) -> int:
     """The highest id that any incarnation of a worker can make."""
     return make_id(peer_id(worker, MAX_GENERATION), MAX_COUNTER)

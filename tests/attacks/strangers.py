@@ -14,7 +14,9 @@ from telegrad.rpc.agent import Agent
 from telegrad.transport.addresses import Address, connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import make_lane_pair, pass_lane, receive_exactly
-from telegrad.wire.frames import HEADER, FrameKind, encode_prefix
+from telegrad.wire.codec import Packed
+from telegrad.wire.frames import HEADER, FrameKind, encode_prefix, encode_small
+from telegrad.wire.tensor.small import describe_small
 
 NOBODY = 65534
 
@@ -64,6 +66,15 @@ class Member:
         tensors = more.pop("tensors", ())
         raw = encode_prefix(kind, self._number, more.pop("ack", 0), message, tensors, segments, len(payload), **more)
         self.sock.sendall(raw + payload)
+        return self._number
+
+    def send_packed(self, message: Any, packed: Packed) -> int:
+        """Send a request with small tensors, whose bytes follow it."""
+        self._number += 1
+        described = describe_small(packed.tensors)
+        assert described is not None
+        specs, data = described
+        self.sock.sendall(encode_small(FrameKind.REQUEST, self._number, 0, message, packed.payload, specs, data))
         return self._number
 
     def read(self) -> tuple[int, int]:

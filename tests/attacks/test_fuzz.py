@@ -5,11 +5,13 @@ Nothing may crash, hang or leak, and honest calls go on. A short run here; `make
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import random
 import select
 import socket
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -27,7 +29,6 @@ from telegrad.wire.frames import HEADER, FrameKind, encode_prefix
 from telegrad.wire.messages import PythonCall
 from tests.attacks.frames import MESSAGES, Frames
 from tests.cluster import end, join, process
-from tests.waiting import wait_until
 
 SECRET = "known to the one who lies"
 SHORT, LONG = 4_000, 1_000_000
@@ -40,8 +41,8 @@ def alive() -> int:
     return os.getpid()
 
 
-def victim(folder: str, exports_only: bool) -> None:
-    """The worker under attack; it ends gracefully when it is told."""
+def victim(folder: str, exports_only: bool, orders: Connection) -> None:
+    """The worker under attack: it says who it is, and ends gracefully when it is told."""
     import torch
 
     torch.set_num_threads(1)
@@ -57,12 +58,10 @@ def victim(folder: str, exports_only: bool) -> None:
         "max_message_bytes": 1 << 16,
     }
     join("victim", 0, 1, f"file://{folder}/meeting", options)
-    Path(folder, "member-").write_bytes(msgspec.msgpack.encode(require_agent().member))
-    Path(folder, "member-").rename(Path(folder, "member"))
-    while not Path(folder, "end").exists():
-        time.sleep(0.02)
+    orders.send(msgspec.msgpack.encode(require_agent().member))
+    orders.recv()
     rpc.shutdown(timeout=30)
-    Path(folder, "ended").touch()
+    orders.send(b"ended")
 
 
 class Attacker:
@@ -82,7 +81,7 @@ class Attacker:
         """An authenticated connection."""
         address = next(a for a in self.member.addresses if a.kind == "unix")
         until = time.monotonic() + 30
-        while True:
+        while True:  # a worker that has no room for a while says so
             sock = connect(address, 10.0)
             try:
                 handshake = DiallerHandshake(SECRET.encode())
@@ -96,7 +95,6 @@ class Attacker:
                 sock.close()
                 if time.monotonic() > until:
                     raise
-                time.sleep(0.01)
             else:
                 self.connections += 1
                 self.frames = Frames(self.seed + self.connections, incarnation)
@@ -170,10 +168,12 @@ def footprint(pid: int) -> dict[str, float]:
 
 
 def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
-    worker = process(victim, str(folder), exports_only)
+    ours, theirs = multiprocessing.Pipe()
+    worker = process(victim, str(folder), exports_only, theirs)
+    theirs.close()
     try:
-        wait_until((folder / "member").exists, 30)
-        attacker = Attacker(msgspec.msgpack.decode((folder / "member").read_bytes(), type=Member), seed)
+        assert ours.poll(30), "the worker has not come up"
+        attacker = Attacker(msgspec.msgpack.decode(ours.recv(), type=Member), seed)
         attacker.honest_call()
         assert worker.pid is not None
         attacker.attack(min(frames // 4, CHECK_EVERY))  # tables that are filled once
@@ -189,9 +189,10 @@ def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
         attacker.hang_up()
         assert attacker.received > 10 * attacker.sent, f"answers were few: {attacker.received} bytes"
         assert footprint(worker.pid)["MB"] - before["MB"] < 60 + 40 * (frames / 100_000), "it grows with what is sent"
-        (folder / "end").touch()
-        wait_until((folder / "ended").exists, 60)
+        ours.send(b"end")
+        assert ours.poll(60) and ours.recv() == b"ended", "it did not end gracefully"
     finally:
+        ours.close()
         with contextlib.suppress(ProcessLookupError):
             end([worker], patience=5)
 

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from telegrad import rpc
 from telegrad.errors import AuthenticationError, RendezvousError
+from telegrad.ids import generation_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.trust import secret as secrets
@@ -20,6 +21,7 @@ from telegrad.rpc.trust.files import make_private
 from telegrad.rpc.trust.seal import UNSEALED
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Address, Listeners
+from telegrad.transport.handshake import Hello
 from tests.attacks.strangers import NOBODY, address_of, as_nobody, lying_member
 from tests.cluster import cluster, process
 from tests.waiting import wait_until
@@ -181,8 +183,9 @@ def test_a_forged_restart_is_not_believed(caplog: pytest.LogCaptureFixture) -> N
         stranger = Listeners(("tcp",), "127.0.0.1")
         try:
             forged = msgspec.structs.replace(
-                true, incarnation=true.incarnation | (3 << 50), addresses=tuple(stranger.addresses), secret=b"known"
+                true, incarnation=true.incarnation + 1, addresses=tuple(stranger.addresses), secret=b"known"
             )
+            assert generation_of(forged.incarnation) > generation_of(true.incarnation)  # or nobody would look at it
             index = int(log.add("records", 1)) - 1
             log.set(f"record/{index}", UNSEALED.seal(msgspec.msgpack.encode(forged)))
             agent.peers.look_for_news()
@@ -238,7 +241,7 @@ def _listening() -> set[tuple[str, int]]:
 
 def _resume_elsewhere(address: Address, secret: bytes, hello: bytes) -> str:
     from telegrad.transport.addresses import connect
-    from telegrad.transport.handshake import DiallerHandshake, Hello
+    from telegrad.transport.handshake import DiallerHandshake
     from telegrad.transport.stream import receive_exactly
 
     sock = connect(address, 5.0)
@@ -255,7 +258,6 @@ def _resume_elsewhere(address: Address, secret: bytes, hello: bytes) -> str:
 
 def _try_to_resume(kind: str, known: Member, link: int, ticket: bytes, report: str) -> None:
     """On worker1, which knows the secret: pose as worker0's link to worker2."""
-    from telegrad.transport.handshake import Hello
 
     agent = require_agent()
     target = agent.find("worker2")
@@ -284,13 +286,22 @@ def test_a_session_is_not_resumed_by_another(kind: str, tmp_path: Path) -> None:
         )
 
 
+def test_the_id_of_another_is_not_taken(agent: Agent) -> None:
+    """Under its own name, with an incarnation of its own: gradients are taken from ids, and certificates give names."""
+    known = Member("other", agent.member.worker_id.__class__(3), agent.member.incarnation.__class__(99), (), 1)
+    agent.peers.learn([known])
+    hello = Hello(3, "liar", 1234, agent.member.incarnation, 1, False, "main", ticket=bytes(16))
+    with pytest.raises(AuthenticationError, match="is 'other', not 'liar'"), lying_member(agent, hello=hello):
+        pass
+
+
 def test_a_claimed_process_is_checked(agent: Agent) -> None:
     """Somebody of this very user who knows the secret, and says it is a worker that another process is."""
     other = process(os.getpid)
     other.join()
     known = Member("other", agent.member.worker_id.__class__(3), agent.member.incarnation.__class__(99), (), 1)
     agent.peers.learn([msgspec.structs.replace(known, host=agent.member.host)])
-    from telegrad.transport.handshake import Hello, Refused
+    from telegrad.transport.handshake import Refused
 
     hello = Hello(3, "other", 99, agent.member.incarnation, 1, False, "main")
     with pytest.raises(Refused, match="which is process 1"), lying_member(agent, hello=hello):

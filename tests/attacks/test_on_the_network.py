@@ -18,6 +18,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.trust import job as trust_job
 from telegrad.transport import tls
 from telegrad.transport.addresses import Address
+from telegrad.transport.tls_stream import TlsStream
 from tests.cluster import cluster, end, join, process
 
 pytest.importorskip("cryptography")
@@ -127,7 +128,7 @@ def test_everything_works_over_tls() -> None:
             autograd.backward(context_id, [y.sum()])
             assert torch.equal(autograd.get_gradients(context_id)[x], torch.full_like(x, 3.0))
         kind = type(require_agent().link(require_agent().find("worker1")).connection().stream)
-        assert kind is tls.TlsStream
+        assert kind is TlsStream
 
 
 def test_without_the_package_connections_are_plain(

@@ -132,7 +132,7 @@ def belongings() -> dict[str, int]:
         "sessions": len(agent.peers.sessions()),
         "links": sum(link.connected for link in agent.peers.links()),
         "requests": len([what for what in agent.under_way() if "belongings" not in what]) - 1,  # this call aside
-        "overdue": sum(link.pending.has_overdue for link in agent.peers.links()),
+        "overdue": sum(bool(link.pending.given_up) for link in agent.peers.links()),
         "contexts": len(registry_of(agent)),
         "passes": len(agent.layer(Service).passes()),
         "references": len(rrefs.owned) + len(rrefs.used) + len(rrefs.values),

@@ -17,7 +17,7 @@ import torch
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, ShutdownError, WorkerDied
 from telegrad.rpc.current import current_agent, require_agent
-from telegrad.rpc.server.session import MOST_RUNNING
+from telegrad.rpc.server.answers import MOST_RUNNING
 from tests.cluster import cluster, end, join, process, serve
 
 pytestmark = pytest.mark.slow

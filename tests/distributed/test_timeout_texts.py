@@ -83,3 +83,15 @@ def test_a_worker_that_is_stopped(workers: Cluster) -> None:
     )
     assert time.monotonic() - begun < 10
     assert rpc.rpc_sync("worker2", pid) == stopped
+
+
+class Sleeper:
+    def nap(self, seconds: float) -> None:
+        slow(seconds)
+
+
+def test_a_method_is_named(workers: Cluster) -> None:
+    sleeper = rpc.remote("worker1", Sleeper)
+    sleeper.rpc_sync().nap(0.0)
+    with pytest.raises(RpcTimeout, match=r"nap\(\) of <RRef .* of 'worker1': Sleeper> did not return"):
+        sleeper.rpc_sync(timeout=0.5).nap(3.0)

@@ -205,26 +205,12 @@ class World:
             frozenset((key, tuple(map(_show, stream))) for key, stream in self.streams.items() if stream),
             tuple(self._state_of(worker) for worker in self.workers),
             len(self.late_calls),
-            root and (root._open, frozenset(root._named), root._ended, root.complete, root._told_of_error),
-            root and tuple((slot.done, slot.complete is None, slot.link.member.name) for slot in root._asked),
+            root and root.progress(),
         )
 
     def _state_of(self, worker: Worker) -> Hashable:
         context = worker.registry.get(self.context_id)
-        passes = tuple(
-            (
-                p.pass_id,
-                p.finished,
-                _kind(p.error),
-                tuple(p.waits()),
-                tuple(key for key, _ in p._early),
-                frozenset(p.known),
-                frozenset(p.to_invite),
-                tuple(key for key, _ in p._for_root),
-                len(p._on_end),
-            )
-            for p in worker.service.passes()
-        )
+        passes = tuple((_kind(p.error), p.progress()) for p in worker.service.passes())
         knows = context and (frozenset(context.participants), _kind(context.failure), len(context.orphans))
         tasks = tuple(task.__qualname__ for task in worker.tasks if isinstance(task, FunctionType | MethodType))
         return worker.alive, frozenset(worker.heard_dead), knows, passes, len(worker.tasks), tasks

@@ -85,6 +85,11 @@ class MadeUpJob:
                 [Activity("io", key, where="model.py:12, in f")],
                 [InService(key, "worker5", "PythonCall", 4.0)],
             )
+        if me == 11:
+            threads, passes = (
+                [Activity("io", runs_pass=CONTEXT, where="hook.py:3, in hook")],
+                [PassState(CONTEXT, ROOT, [])],
+            )
         if me in (5, 8, 9):
             passes = [PassState(CONTEXT, ROOT, [11])]
         return Report(member.name, me, int(member.incarnation), False, threads, asked, served, passes, [])

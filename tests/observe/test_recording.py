@@ -6,16 +6,24 @@ import logging
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+import telegrad
 from telegrad import autograd, observe, rpc, trace
 from telegrad.errors import WorkerDied
-from telegrad.observe.service import observation_of
+from telegrad.ids import WorkerId, draw_incarnation
+from telegrad.observe.service import Observation, observation_of
+from telegrad.observe.timeline.events import ways
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.workers import Member
+from telegrad.transport.device.channel import FIRST_NAME
+from telegrad.wire.frames import INLINE, SegmentSpec, returned
 from tests.cluster import cluster
 from tests.observe.trace_file import check
 from tests.waiting import wait_until
@@ -30,6 +38,10 @@ def leaf(x):
 def branch(x):
     futures = [rpc.rpc_async(f"worker{n}", leaf, args=(x,)) for n in (2, 3)]
     return sum(future.wait() for future in futures) + rpc.rpc_sync("worker3", leaf, args=(x,))
+
+
+def twice(x):
+    return torch.cat((x, x))
 
 
 async def later(x):
@@ -62,6 +74,7 @@ def test_a_step_is_recorded_as_it_was_executed(tmp_path: Path):
         step()
         with observe.record(path):
             step()
+            rpc.rpc_sync("worker1", twice, args=(torch.ones(100_000),))
     assert trace.recorder is None
     timeline = json.loads(path.read_text())
     check(timeline)
@@ -86,6 +99,10 @@ def test_a_step_is_recorded_as_it_was_executed(tmp_path: Path):
     # Times: what was served lies within its call, whoever's clock said so.
     for call in [*calls, *slices(timeline, "gradient")]:
         assert all(call["args"].get(part, 0) >= 0 for part in ("send_us", "queue_us", "run_us", "reply_us")), call
+    # Tensors by how they came: one copy into shared memory each way.
+    (large,) = [e for e in calls if e["name"] == "twice → worker1"]
+    assert large["args"]["tensor_bytes"] == {"copied into shared memory": 400_000}
+    assert large["args"]["reply_tensor_bytes"] == {"copied into shared memory": 800_000}
     # Bytes and tensors, the pass, its regions on all workers, waits and steps.
     assert branch_call["args"]["tensors"] == 1 and branch_call["args"]["bytes"] >= 8
     assert Counter(e["name"] for e in slices(timeline, "backward"))["backward"] == 1
@@ -113,6 +130,56 @@ def test_a_worker_that_dies_loses_only_its_last_events(tmp_path: Path):
     served = {e["pid"] for e in slices(timeline, "run")}
     assert len(served) == 2
     assert any(e["ph"] == "i" and "worker1 is gone" in e["name"] for e in timeline["traceEvents"])
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_worker_that_came_back_is_marked_and_recorded(tmp_path: Path):
+    path = tmp_path / "back.json"
+    with telegrad.local_cluster(workers=2, restart=True) as job, observe.record(path) as recording:
+        rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1))
+        wait_until(lambda: recording.collected("worker1"))
+        before = recording.collected("worker1")
+        job.kill("worker1")
+
+        def answers() -> bool:
+            try:
+                return bool(rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1), timeout=2) is not None)
+            except (WorkerDied, TimeoutError):
+                return False
+
+        wait_until(answers, 50)
+        wait_until(lambda: answers() and recording.collected("worker1") > before, 20)
+    timeline = json.loads(path.read_text())
+    check(timeline)
+    marks = {e["name"] for e in timeline["traceEvents"] if e["ph"] == "i"}
+    assert {"worker1 is gone", "worker1 was started again"} <= marks
+    names = [e["args"]["name"].split()[0] for e in timeline["traceEvents"] if e["name"] == "process_name"]
+    assert names.count("worker1") == 2
+
+
+def test_bytes_of_tensors_by_how_they_came():
+    over_tcp = SimpleNamespace(stream=SimpleNamespace(kind="tcp"))
+    segments = [
+        SegmentSpec(5, INLINE, 0),
+        SegmentSpec(7, 3, 0),
+        SegmentSpec(11, returned(2), 0),
+        SegmentSpec(2, INLINE, 5),
+    ]
+    assert ways(segments, over_tcp) == {"copied through tcp": 7, "copied into shared memory": 7, "given back": 11}
+    assert ways([SegmentSpec(9, FIRST_NAME, 0)], None) == {"shared on the GPU": 9}
+
+
+def test_one_that_comes_back_is_noted():
+    known = Member("w", WorkerId(1), draw_incarnation(0), (), 1)
+    agent = SimpleNamespace(directory=SimpleNamespace(by_id=lambda _: known), info=SimpleNamespace(name="me"))
+    observation = Observation(agent)  # type: ignore[arg-type] # all that it asks of one
+    back = msgspec.structs.replace(known, incarnation=draw_incarnation(1))
+    assert observation.on_news([known]) == [known] and not observation.recent
+    observation.on_news([msgspec.structs.replace(back, leaving=True)])
+    assert not observation.recent
+    observation.on_news([back])
+    assert [(kind, text) for _, kind, text in observation.recent] == [("restart", "w was started again")]
 
 
 def test_there_is_a_limit_to_what_is_kept():

@@ -110,7 +110,7 @@ def test_examples(pair: Cluster, name: str, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", [name for name in names(MODULES + MORE) if inspect.isfunction(value_of(name))])
 def test_every_function_shows_an_example(name: str) -> None:
-    assert "Example:" in (inspect.getdoc(value_of(name)) or "") or name in INTERNAL
+    assert "Examples:" in (inspect.getdoc(value_of(name)) or "") or name in INTERNAL
 
 
 @pytest.mark.slow

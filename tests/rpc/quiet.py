@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from telegrad.ids import WorkerId
-from telegrad.rpc.client.link import Dialled, Link, Unanswered
+from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.layer import Layers, Served
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.request import Request

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from telegrad.ids import Incarnation, WorkerId
-from telegrad.rpc.client.link import Dialled, Link, Unanswered
+from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request
@@ -197,10 +198,13 @@ class World(Events):
     def ask(self) -> None:
         self.left["ask"] -= 1
         number = next(self.numbers)
-        slot = self.slots[number] = Slot(lambda: "a call", 0.0, FOREVER)
         self.outcomes[number] = []
-        slot.complete = lambda slot: self.outcomes[number].append(_outcome(slot))
-        self.link.request(slot, CleanupAutogradContext(number, ()))  # any message will do
+        self.slots[number] = self.link.send(
+            CleanupAutogradContext(number, ()),  # any message will do
+            timeout=0.0,
+            what="a call",
+            complete=lambda slot: self.outcomes[number].append(_outcome(slot)),
+        )
 
     def tell(self) -> None:
         self.left["tell"] -= 1
@@ -311,7 +315,7 @@ def check(world: World) -> None:
         assert world.late[number] == given_up, "a reply that comes too late is heard of once, any other never"
     assert set(world.noticed.values()) <= {1}
     assert len(world.link.pending) == 0
-    assert not world.link.pending.has_overdue
+    assert not world.link.pending.given_up
     settle(world)
     last = max(world.outcomes)
     assert world.outcomes[last] == [f"reply {last}"]

@@ -77,6 +77,36 @@ def test_a_proof_cannot_be_reflected() -> None:
         dialler.answer(dialler.opening + b"\0" * 32, HELLO)
 
 
+def test_a_worker_is_not_made_to_talk_to_itself() -> None:
+    """A stranger that a worker dials sends all it says to the same worker's listener, and back: the roles differ."""
+    dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
+    answer = dialler.answer(listener.feed(dialler.opening), HELLO)
+    proof_of_listener = ListenerHandshake(SECRET).feed(dialler.opening)[-32:]
+    for other in (DiallerHandshake(SECRET), dialler):  # the proof of a dialler is none of a listener
+        with pytest.raises(AuthenticationError):
+            other.answer(other.opening + answer[:32], HELLO)
+    with pytest.raises(AuthenticationError):  # nor the other way round
+        _feed_in_steps(listener, proof_of_listener + answer[32:])
+
+
+def test_a_verdict_of_another_connection() -> None:
+    ends = [(DiallerHandshake(SECRET), ListenerHandshake(SECRET)) for _ in range(2)]
+    for dialler, listener in ends:
+        _feed_in_steps(listener, dialler.answer(listener.feed(dialler.opening), HELLO))
+    (dialler, _), (_, other) = ends
+    raw = other.welcome(WELCOME)
+    code, _ = dialler.verdict_length(raw[: dialler.verdict_header_bytes])
+    with pytest.raises(AuthenticationError, match="changed"):
+        dialler.verdict(code, raw[dialler.verdict_header_bytes :])
+
+
+def test_what_ends_too_soon_is_not_taken() -> None:
+    dialler, listener = DiallerHandshake(SECRET), ListenerHandshake(SECRET)
+    answer = dialler.answer(listener.feed(dialler.opening), HELLO)
+    _feed_in_steps(listener, answer[:-1])
+    assert listener.hello is None and listener.needs == 1
+
+
 @pytest.mark.parametrize("opening", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"T", b"TG", MAGIC[:3] + b"X"])
 def test_strangers_are_known_by_their_first_bytes(opening: bytes) -> None:
     listener = ListenerHandshake(SECRET)

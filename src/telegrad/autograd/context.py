@@ -16,6 +16,7 @@ from telegrad.errors import AutogradError, ContextFailed, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, worker_of
 
 Late = Callable[[MessageId, WorkerId], None]
+_MOST_PASSES = 256  # that have not begun here and that a message is too late for: more only a liar names
 
 
 class Snapshot(NamedTuple):
@@ -135,6 +136,8 @@ class Context(msgspec.Struct, eq=False, weakref=True):
         with self._lock:
             if self._begun == pass_id:
                 return True
+            if len(self._too_late) >= _MOST_PASSES and pass_id not in self._too_late:
+                raise AutogradError(f"messages of context {self.context_id} are said to be late for too many passes")
             self._too_late.setdefault(pass_id, set()).add(message_id)
             return False
 

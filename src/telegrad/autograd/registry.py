@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 from telegrad.autograd.context import Context
 from telegrad.errors import AutogradError, ContextNotFound
-from telegrad.ids import ContextId, MessageId, ids_of, number_of, worker_of
+from telegrad.ids import ContextId, MessageId, WorkerId, ids_of, number_of, random_ids_of, worker_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.layer import Layer
@@ -44,7 +44,8 @@ class Registry(ContextHolder):
         self.agent = agent
         self.here = agent.member.worker_id
         me = peer_of(agent.member)
-        self._context_ids = ids_of(me)
+        # Where the parties do not trust each other, who knows the number of a context was told it.
+        self._context_ids = random_ids_of(me) if agent.options.exports_only else ids_of(me)
         self._message_ids = ids_of(me)
         self._lock = threading.Lock()
         self._contexts: dict[ContextId, Context] = {}
@@ -106,6 +107,11 @@ class Registry(ContextHolder):
     def get(self, context_id: int) -> Context | None:
         """A context, if it exists."""
         return self._contexts.get(ContextId(context_id))
+
+    def has_part(self, context_id: int, worker_id: int) -> bool:
+        """Whether a worker is known to have a part in a context that is known here."""
+        context = self.get(context_id)
+        return context is not None and (context.opened_by == worker_id or WorkerId(worker_id) in context.participants)
 
     def end(self, context_id: ContextId) -> Context | None:
         """Forget a context; what it was, if it was there."""

@@ -157,11 +157,13 @@ _installed: list[Replacement] = []
 def install() -> None:
     """Put Telegrad in the place of torch.distributed.rpc and what belongs to it. Once is enough; more does no harm.
 
-    Example:
+    Examples:
+        ```python
         import telegrad.compat
 
         telegrad.compat.install()
         import torch.distributed.rpc as rpc  # Telegrad's, under torch's names
+        ```
     """
     with _lock:
         if not _installed:

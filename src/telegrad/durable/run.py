@@ -32,7 +32,8 @@ DEFAULT_RESTART_TIMEOUT = 300.0
 class Run:
     """A training run that outlives its workers.
 
-    Example:
+    Examples:
+        ```python
         run = durable.Run("digits")
         stem = run.module("worker1", Stem)
         optimizer = run.optimizer(torch.optim.Adam, [stem], lr=1e-3)
@@ -42,6 +43,7 @@ class Run:
                 autograd.backward(context_id, [loss_of(stem(batch(k)))])
                 optimizer.step(context_id)
                 scheduler.step()
+        ```
 
     This worker is its driver. Values are declared first; the steps begin with the first `next` of `steps`. If a worker
     dies, all return to the last snapshot, the lost one is waited for, and the steps since run again. If the driver

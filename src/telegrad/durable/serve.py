@@ -26,10 +26,12 @@ def serve(patience: float = 300.0) -> None:
     In a job of open size, where each leaves alone, it returns when the runs are closed. A driver that died is waited
     for up to `patience` seconds; WorkerDied names it then.
 
-    Example:
+    Examples:
+        ```python
         rpc.init_rpc("worker1")
         durable.serve()  # instead of work of its own
         rpc.shutdown()
+        ```
     """
     agent = require_agent()
     parts = parts_of(agent)

@@ -8,7 +8,7 @@
 On the worker that called `backward` the part is a `RootPass`, which waits for the others (`root_pass.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -84,6 +84,13 @@ class Pass(LocalPass[MessageId]):
         with self._lock:
             unheard = [] if self.finished else list(self._unheard.items())
         return [(key, send.peer) for key, send in unheard if isinstance(send, SendNode)]
+
+    def progress(self) -> tuple[Hashable, ...]:
+        """All that decides what this part does next, as one value: by it a test that goes through every order of events
+        knows where it has been before."""
+        early, for_root = [key for key, _ in self._early], [key for key, _ in self._for_root]
+        told = frozenset(self.known), frozenset(self.to_invite)
+        return self.pass_id, self.finished, tuple(self.waits()), tuple(early), tuple(for_root), *told, len(self._on_end)
 
     # --- beginning ---
 

@@ -5,7 +5,7 @@ error that ended the pass there. The first error ends the pass everywhere.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -49,6 +49,12 @@ class RootPass(Pass):
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         return False  # it has nobody to answer: gradients for its own Sends, of calls to itself, are told like others
+
+    def progress(self) -> tuple[Hashable, ...]:
+        """The same of the root, which waits for others."""
+        asked = [(slot.done, slot.complete is None, slot.link.member.worker_id) for slot in self._asked]
+        ends = self._ended, self.complete, self._told_of_error, bool(self._open)
+        return *Pass.progress(self), *ends, frozenset(self._named), tuple(asked)
 
     # --- asking, and what comes back ---
 

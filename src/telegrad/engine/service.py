@@ -275,6 +275,8 @@ class Service(Layer):
         message = request.message
         assert type(message) is TooLateForPass
         context = self.registry.get(message.metadata.context_id)
+        if context is not None:
+            self.check(context, message.metadata.message_id, request.caller.worker_id, None)
         if context is not None and context.came_too_late(message.metadata.message_id, message.pass_id):
             with self._lock:
                 pass_ = self._passes.get(context.context_id)

@@ -141,9 +141,11 @@ def ray_cluster(
         placement_timeout: seconds to wait for the resources.
         shutdown_timeout: seconds that calls under way at the end of the block may still take, before ShutdownError.
 
-    Example:
+    Examples:
+        ```python
         with ray_cluster(workers=4, resources={"CPU": 1}) as cluster:
             y = rpc.rpc_sync("worker1", torch.mm, args=(x, w))
+        ```
     """
     if workers < 1:
         raise ValueError(f"a cluster needs at least one worker, got {workers}")
@@ -221,12 +223,14 @@ def join(
     Without `world_size` they may come and go at any time; with it, and a rank for each, `join` returns when all are
     there. Ends with `rpc.shutdown()`. The first creates an actor where they meet.
 
-    Example:
+    Examples:
+        ```python
         class Trainer:  # an actor of your own
             def train(self, number):
                 telegrad.launch.ray.join(f"trainer{number}")
                 ...
                 rpc.shutdown()
+        ```
     """
     if not ray.is_initialized():
         raise RendezvousError("join() is for programs that run on Ray: call ray.init() first, or join inside an actor")

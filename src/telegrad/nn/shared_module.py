@@ -29,11 +29,13 @@ class SharedModule(nn.Module):
     Costs one copy of the parameters for each context, kept until the context ends. Outside any context, and under
     `no_grad`, the module itself runs.
 
-    Example:
+    Examples:
+        ```python
         served = SharedModule(nn.Linear(8, 1))  # on its owner
 
         def forward(x):  # which trainers call, each in a context of its own
             return served(x)
+        ```
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -48,12 +48,16 @@ class Job(NamedTuple):
     @property
     def pid(self) -> int:
         """The process of its first worker here: what it is chosen by."""
-        return min(self.workers, key=lambda a: a.member.worker_id).member.pid
+        return self._first.member.pid
+
+    @property
+    def _first(self) -> Announcement:
+        return min(self.workers, key=lambda a: a.member.worker_id)
 
     def __str__(self) -> str:
         names = sorted((a.member.worker_id, a.member.name) for a in self.workers)
         shown = ", ".join(name for _, name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return f"{self.pid}: {self.workers[0].program} ({shown})"
+        return f"{self.pid}: {self._first.program} ({shown})"
 
 
 _encode = msgspec.msgpack.Encoder().encode

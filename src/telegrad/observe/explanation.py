@@ -13,7 +13,7 @@ def explain() -> str:
     It asks nothing of the code that hangs: stacks and tables are read as they are. SIGUSR1 prints the same, unless the
     program has a use of its own for that signal. The text names workers that do not answer within two seconds.
 
-    Example:
+    Examples:
         >>> future = rpc.rpc_async("worker1", time.sleep, (0.2,))
         >>> "worker1" in telegrad.observe.explain()
         True

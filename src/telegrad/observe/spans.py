@@ -113,7 +113,7 @@ def trace_calls() -> None:
     Only the API is used: what becomes of the spans is up to the SDK that the program has set up. Without one no span is
     made. Workers that are called begin to trace with the first such call, if OpenTelemetry is installed there.
 
-    Example:
+    Examples:
         >>> telegrad.observe.trace_calls()
         >>> rpc.rpc_sync("worker1", abs, (-1,))
         1

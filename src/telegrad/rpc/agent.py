@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad.rpc.client.link import Dialled, Link, Unanswered
+from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.client.replies import reply_frame, reply_tensors
 from telegrad.rpc.devices import Placement

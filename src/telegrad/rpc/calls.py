@@ -13,14 +13,14 @@ from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.client.replies import reply_frame
 from telegrad.rpc.current import require_agent, running
 from telegrad.rpc.futures import Future
-from telegrad.rpc.layer import Layer, OnReply
+from telegrad.rpc.layer import Around, CallProfiler, OnReply
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.trust.exports import exported_name
-from telegrad.rpc.workers import Member, WorkerInfo
-from telegrad.wire.codec import EMPTY_CALL, Packed, is_flat, pack_flat, pack_plain, unpack
-from telegrad.wire.frames import FrameKind
+from telegrad.rpc.workers import WorkerInfo
+from telegrad.wire.codec import EMPTY_CALL, NOT_FLAT, Packed, pack_flat, pack_plain, unpack_flat
+from telegrad.wire.frames import REPLY
 from telegrad.wire.messages import AnyMessage, PythonCall
 
 T = TypeVar("T")
@@ -28,21 +28,10 @@ Ts = TypeVarTuple("Ts")
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 Worker = str | int | WorkerInfo
-# What to do when the reply has come or will not, in whichever thread finds out.
-Complete = Callable[[Slot], None]
-
-# Wraps a call that is wrapped already, and what is done with its reply.
-Around = Callable[[AnyMessage, OnReply | None], tuple[AnyMessage, OnReply]]
+Complete = Callable[[Slot], None]  # what to do when the reply has come or will not, in whichever thread finds out
 
 NOTHING = Packed(b"", [])
-
-
-class CallProfiler(Layer):
-    """Who profiles on other workers what calls do there that are made under a profiler; a layer above derives this."""
-
-    def begin(self, how: str, func: Any, member: Member) -> Around:
-        """A call of `func`, "sync", "async" or "remote", is about to go out from a thread that is being profiled."""
-        raise NotImplementedError
+_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # torch declares no type
 
 
 def name_of(func: Any) -> str:
@@ -74,10 +63,13 @@ def start_call(
     complete: Complete | None = None,
     future: Future[Any] | None = None,
     patience: float | None = None,
+    subject: Callable[[], str] | None = None,
 ) -> Slot:
-    """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer."""
+    """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer.
+
+    `subject`: what it is called in errors, if not by the function's name."""
     around: Around | None = None
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
+    if _profiling():
         profiler = agent.find_layer(CallProfiler)
         if profiler is not None:
             how = "remote" if make is not PythonCall else "sync" if future is None else "async"
@@ -99,20 +91,20 @@ def start_call(
         packed = EMPTY_CALL
     else:
         value = (args, kwargs or {}) if number else (sendable(func), args, kwargs or {})
-        flat = pack_flat(value)
-        if flat is not None:
-            packed = flat
-        elif type(func) is str:  # an exported function may be that of a worker which takes nothing pickled
-            packed = pack_plain(value)
-        else:
-            packed = pack_counted(agent.layers, link.member, value, link.main_by_value)
+        packed = pack_flat(value) or (
+            pack_plain(value)  # an exported function may be that of a worker which takes nothing pickled
+            if type(func) is str
+            else pack_counted(agent.layers, link.member, value, link.main_by_value)
+        )
     slot = start_request(
         agent,
         link,
         make(number, definition),
         packed,
         timeout=timeout if patience is None else patience,
-        what=future.what if future is not None else lambda: f"{name_of(func)}() on worker {link.member.name!r}",
+        what=future.what
+        if future is not None
+        else subject or (lambda: f"{name_of(func)}() on worker {link.member.name!r}"),
         definition=full,
         complete=complete,
         future=future,
@@ -175,7 +167,7 @@ def wait_for_value(slot: Slot) -> Any:
 def value_of(slot: Slot) -> Any:
     """The value that came as the reply of a request; raises what came instead."""
     frame = slot.frame
-    if slot.error is not None or frame is None or frame.kind != FrameKind.REPLY:
+    if frame is None or frame.kind != REPLY or slot.error is not None:
         frame = reply_frame(slot)
     tensors, payload = frame.take_tensors(), frame.payload
     if slot.on_reply is not None:
@@ -184,10 +176,11 @@ def value_of(slot: Slot) -> Any:
         except BaseException:
             discard(slot.link.runtime.layers, slot.link.member, payload, tensors)
             raise
-    elif tensors and slot.link.runtime.layers.on_plain_reply is not None:
-        tensors = slot.link.runtime.layers.on_plain_reply(slot.what, tensors)
-    if is_flat(payload):
-        return unpack(payload, tensors)
+    elif tensors and (look := slot.link.runtime.layers.on_plain_reply) is not None:
+        tensors = look(slot.what, tensors)
+    value = unpack_flat(payload, tensors)
+    if value is not NOT_FLAT:
+        return value
     return unpack_from(slot.link.runtime.layers, slot.link.member, payload, tensors) if len(payload) else None
 
 

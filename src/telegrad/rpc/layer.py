@@ -113,6 +113,18 @@ class Layer:
         """The agent ends; nothing can be sent any more."""
 
 
+# Wraps a call that is wrapped already, and what is done with its reply.
+Around = Callable[[AnyMessage, OnReply | None], tuple[AnyMessage, OnReply]]
+
+
+class CallProfiler(Layer):
+    """Who profiles on other workers what calls do there that are made under a profiler; a layer above derives this."""
+
+    def begin(self, how: str, func: Any, member: Member) -> Around:
+        """A call of `func`, "sync", "async" or "remote", is about to go out from a thread that is being profiled."""
+        raise NotImplementedError
+
+
 class Layers:
     """The layers of one agent, and tables of what is asked of them on the path of a call."""
 

@@ -14,7 +14,7 @@ import torch
 from telegrad.errors import CallRefused
 from telegrad.rpc.layer import Layers
 from telegrad.rpc.workers import Member
-from telegrad.wire.codec import Packed, is_flat, pack_flat, pack_object, pack_plain, unpack
+from telegrad.wire.codec import NOT_FLAT, Packed, pack_flat, pack_object, pack_plain, unpack, unpack_flat
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -74,8 +74,9 @@ def pack_counted(layers: Layers, peer: Member, value: Any, main_by_value: bool) 
 
 def unpack_from(layers: Layers, peer: Member, payload: Any, tensors: list[torch.Tensor]) -> Any:
     """Unpack a value that came from `peer`."""
-    if is_flat(payload):
-        return unpack(payload, tensors)
+    value = unpack_flat(payload, tensors)
+    if value is not NOT_FLAT:
+        return value
     if layers.plain:
         raise CallRefused("rule 'no pickle': a value came pickled; it was not read")
     crossing = Crossing(layers, peer)

@@ -12,7 +12,7 @@ from telegrad.rpc.devices import Placement
 from telegrad.rpc.remote_errors import describe_exception, describe_in_short
 from telegrad.rpc.workers import Member, WorkerInfo
 from telegrad.wire.codec import Packed
-from telegrad.wire.frames import Frame, FrameKind
+from telegrad.wire.frames import FAILURE, NOTICE, REPLY, Frame
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.tensor.returning import mark_spare, storages_of
 from telegrad.wire.tensor.small import describe_small
@@ -48,7 +48,7 @@ class AnswersTo(Protocol):
     def serve(self, request: "Request") -> None:
         """Give a request to the handler of its message."""
 
-    def reply(self, kind: FrameKind, request_id: int, *content: Any, lazy: bool = False) -> None:
+    def reply(self, kind: int, request_id: int, *content: Any, lazy: bool = False) -> None:
         """Send the reply of a request."""
 
 
@@ -87,44 +87,44 @@ class Request:
 
     def reply(self, message: AnyMessage, packed: Packed = _NOTHING, *, lazy: bool = False) -> None:
         """Answer; lazily if nobody waits for the answer."""
-        frame, session = self.frame, self.session
-        if frame.kind == FrameKind.NOTICE:
+        frame, session, tensors = self.frame, self.session, packed.tensors
+        if frame.kind == NOTICE:
             return
         if order.active:
             order.answering()
         specs: Any = ()
-        memory: Any = ()
+        memory: Any = b""
         try:
-            if packed.tensors:
-                specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
+            if tensors:
+                specs, memory = describe_small(tensors) or describe(tensors)
                 if order.active or session.member.device_maps:
-                    specs, memory = session.placement.apply(session.member, packed.tensors, specs, memory, reply=True)
+                    specs, memory = session.placement.apply(session.member, tensors, specs, memory, reply=True)
             # Once nothing can be refused any more: what a layer notes about a reply must be about one that leaves.
             if self.on_reply is not None:
-                message = self.on_reply(message, packed.tensors)
+                message = self.on_reply(message, tensors)
             if self._came and specs and type(memory) is not bytes:
-                memory = mark_spare(packed.tensors, memory, self._came)
+                memory = mark_spare(tensors, memory, self._came)
         except Exception as error:
             packed.unsent()
             self.fail(error)
             return
         if session.audit is not None:
             session.audit.replied(self, message, packed.payload, specs)
-        session.reply(FrameKind.REPLY, frame.request_id, message, packed.payload, specs, memory, lazy=lazy)
+        session.reply(REPLY, frame.request_id, message, packed.payload, specs, memory, lazy=lazy)
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error."""
         session, info = self.session, self.session.info
         if failures.isEnabledFor(logging.INFO):
             failures.info("On %s, for %s:", info, session.member.info, exc_info=error)
-        if self.frame.kind == FrameKind.NOTICE:
+        if self.frame.kind == NOTICE:
             log.warning("a %s of %s failed: %s", type(self.message).__name__, session.member.name, error)
             return
         if session.audit is not None:
             session.audit.failed(self, error)
         if order.active:
             order.answering()
-        session.reply(FrameKind.FAILURE, self.frame.request_id, *self.describe(error))
+        session.reply(FAILURE, self.frame.request_id, *self.describe(error))
 
     def describe(self, error: BaseException) -> tuple[Any, ...]:
         """An error as it travels to the caller: whole, or if that is not trusted as little as it needs."""

@@ -83,7 +83,12 @@ def _start(
     arguments = (ValueOnOwner(handle.rref_id), *args)
     agent = handle.rrefs.agent
     link = agent.link(handle.owner)
-    return start_call(agent, link, invoke, arguments, None, timeout, complete=complete, future=future)
+    subject = None if future is not None else partial(_described, rref, args[0])
+    return start_call(agent, link, invoke, arguments, None, timeout, complete=complete, future=future, subject=subject)
+
+
+def _described(rref: "RRef[Any]", method: str) -> str:
+    return f"{method}() of {rref}"
 
 
 def _complete(_: "RRef[Any]", slot: Slot) -> None:

@@ -16,8 +16,8 @@ from telegrad.errors import RRefError, TelegradError, WorkerDied
 from telegrad.ids import ForkId, PeerId, RRefId, ids_of, maker_of, show_id, worker_id_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
-from telegrad.rpc.layer import Layer
 from telegrad.rpc.threads.yield_turn import blocking
+from telegrad.rpc.trust.guard import ReferenceHolder
 from telegrad.rpc.workers import Member, peer_of
 from telegrad.rref.creation import Deadlines
 from telegrad.rref.ledger import actions as act
@@ -47,7 +47,7 @@ _AS_MESSAGE: dict[type[act.Send], Callable[[Any], msg.AnyMessage]] = {
 }
 
 
-class RRefContext(Layer):
+class RRefContext(ReferenceHolder):
     """One worker's part in all references: the values it owns and the handles it has."""
 
     ignore_leaks = True  # if False, a graceful shutdown raises when values are still named at its end
@@ -73,6 +73,10 @@ class RRefContext(Layer):
 
     def __repr__(self) -> str:
         return f"<RRefContext of {self.agent.info.name!r}: {len(self.owned)} owned, {len(self.used)} used>"
+
+    def keeps(self, rref_id: int) -> bool:
+        """Whether the value of a reference is kept here."""
+        return RRefId(rref_id) in self.owned
 
     def new_id(self) -> int:
         """An id for a reference or a fork made here."""

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from telegrad.errors import RRefError
+from telegrad.errors import ProtocolError, RRefError
 from telegrad.rpc.layer import Served
 from telegrad.rpc.packing import pack_for
 from telegrad.rpc.request import Request
@@ -26,6 +26,8 @@ from telegrad.wire.messages import (
     RRefForkRequest,
     RRefUserDelete,
 )
+
+_MOST_DEATHS = 1 << 16  # that are remembered here: beyond, those that nobody here has met are made up
 
 
 def messages(rrefs: RRefContext) -> dict[type[Any], Served]:
@@ -161,6 +163,8 @@ def serve_flush(rrefs: RRefContext, request: Request) -> None:
     message = request.message
     assert type(message) is RRefFlush
     dead = message.dead
+    if rrefs.used.deaths >= _MOST_DEATHS and rrefs.member(dead) is None:
+        raise ProtocolError(f"worker {request.caller.name!r} asks about more dead workers than there can be")
     rrefs.feed(rrefs.used.on_flush, peer_of(request.caller), dead)
     rrefs.agent.reply(request, Ack())
     rrefs.probe(dead)

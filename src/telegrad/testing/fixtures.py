@@ -23,11 +23,13 @@ def cluster(workers: int = 3, *, scope: Scope = "function", **options: Any) -> A
     Assign it to a name in a test module or `conftest.py`. A test that asks for that name runs inside the cluster, and
     can kill workers (`workers.kill("worker1")`) to see how its program takes it. `options` go to `local_cluster`.
 
-    Example:
+    Examples:
+        ```python
         workers = cluster(3, scope="module")
 
         def test_sum(workers):
             assert rpc.rpc_sync("worker1", sum, args=([1, 2],)) == 3
+        ```
     """
     import pytest  # noqa: PLC0415 - a test has it; a program that only compares gradients need not
 

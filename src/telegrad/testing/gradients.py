@@ -56,12 +56,14 @@ def check_distributed_grads(
     Returns the gradients by name. AssertionError shows the first difference: whose gradient, on which worker, which
     element, and both values.
 
-    Example:
+    Examples:
+        ```python
         def program():
             w = torch.ones(2, requires_grad=True)
             return rpc.rpc_sync("worker1", torch.mul, args=(w, 3)).sum(), {"w": w}
 
         check_distributed_grads(program, workers=2)  # {"w": tensor([3., 3.])}
+        ```
     """
     with _cluster(workers) as names:
         loss, found = _distributed(program, args, names, seed)

@@ -16,8 +16,8 @@ from telegrad.errors import SerializationError
 from telegrad.transport.blocks.heap import Heap
 from telegrad.transport.device.channel import DeviceChannel
 from telegrad.transport.stream import Stream
-from telegrad.transport.tensor_memory import TensorMemory
-from telegrad.wire.frames import Frame, FrameKind, FrameReader, encode_prefix, encode_small
+from telegrad.transport.tensor_memory import BLOCK_NOTICES, TensorMemory
+from telegrad.wire.frames import NOTICE, Frame, FrameKind, FrameReader, encode_prefix, encode_small
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.tensor.segments import Segment
 from telegrad.wire.tensor.specs import TensorSpec
@@ -25,7 +25,6 @@ from telegrad.wire.tensor.specs import TensorSpec
 log = logging.getLogger("telegrad.transport")
 
 _JOIN_UP_TO = 64 * 1024
-_NOTICE = int(FrameKind.NOTICE)
 _HOLD_UP_TO = 64  # small frames that may wait for one write
 
 heap = Heap()
@@ -47,7 +46,7 @@ class Connection:
         self._write_lock = threading.Lock()
         self.memory = TensorMemory(stream, self._tell)
         self.copier = self.memory.copier
-        self._outbox: deque[bytes] = deque()
+        self.outbox: deque[bytes] = deque()  # small frames that wait for the next write
         self.after_hold: Callable[[], None] = _nothing  # called when what was held back has been written in time
         self.closed = False
 
@@ -63,13 +62,13 @@ class Connection:
 
     def send(
         self,
-        kind: FrameKind,
+        kind: int,
         request_id: int,
         ack: int,
         message: AnyMessage,
         payload: bytes = b"",
         tensors: Sequence[TensorSpec] = (),
-        memory: Sequence[Segment] | bytes = (),
+        memory: Sequence[Segment] | bytes = b"",
         *,
         deadline: float | None = None,
         hold: bool = False,
@@ -79,18 +78,18 @@ class Connection:
         `memory` is that of the tensors: segments, or the bytes of small ones. Returns the encoded frame if it is small
         and can be sent again as it is, to this peer, over any connection.
         """
-        if not memory or isinstance(memory, bytes):
-            frame = encode_small(kind, request_id, ack, message, payload, tensors, memory or b"")  # type: ignore[arg-type] # empty, or bytes
+        if type(memory) is bytes:
+            frame = encode_small(kind, request_id, ack, message, payload, tensors, memory)
             if len(frame) <= _JOIN_UP_TO:
-                if hold and len(self._outbox) < _HOLD_UP_TO:
-                    self._outbox.append(frame)
+                if hold and len(self.outbox) < _HOLD_UP_TO:
+                    self.outbox.append(frame)
                 else:
                     self._write([frame], deadline)
                 return frame
             buffers: list[Any] = [frame]
             self_contained = True
         else:
-            table, inline, length, in_blocks = self.memory.place(tensors, memory)
+            table, inline, length, in_blocks = self.memory.place(tensors, memory)  # type: ignore[arg-type] # not bytes
             prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length)
             buffers = [prefix, payload, *inline]
             self_contained = not in_blocks
@@ -99,8 +98,8 @@ class Connection:
             self._write(buffers, deadline)
             return None
         frame = b"".join(buffers)
-        if hold and len(self._outbox) < _HOLD_UP_TO:
-            self._outbox.append(frame)
+        if hold and len(self.outbox) < _HOLD_UP_TO:
+            self.outbox.append(frame)
         else:
             self._write([frame], deadline)
         return frame if self_contained else None
@@ -120,7 +119,7 @@ class Connection:
 
     def flush(self, deadline: float | None = None) -> None:
         """Write what was held back."""
-        if self._outbox:
+        if self.outbox:
             self.send_encoded(b"", deadline)
 
     def tidy(self, before: float) -> bool:
@@ -128,7 +127,7 @@ class Connection:
 
         Says whether the peer may have such news as well."""
         self.memory.trim(before)
-        if self.memory.has_notices:
+        if self.memory.released or self.memory.retired or self.devices is not None:
             try:
                 self.send_encoded(b"", time.monotonic())
             except (OSError, ValueError):
@@ -137,26 +136,34 @@ class Connection:
 
     def _write(self, buffers: list[Any], deadline: float | None) -> None:
         """Write, after what was held back. TimeoutError at the deadline, also if another thread is still writing."""
-        if not self._write_lock.acquire(blocking=False):
+        if not self._write_lock.acquire(False):
             self._wait_to_write(deadline)
-        held: list[bytes] = []
         try:
-            if self._outbox or self.memory.has_notices:
-                notices = [encode_prefix(FrameKind.NOTICE, 0, 0, notice) for notice in self.memory.notices()]
-                # After what was held back: that may name a block which is free since it was encoded.
-                held = [*self._drain_outbox(), *notices]
-                small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
-                buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
+            memory = self.memory
+            if self.outbox or memory.released or memory.retired or memory.devices is not None or order.active:
+                self._write_with_held(buffers, deadline)
+            else:
+                self.stream.send(buffers, deadline, self.on_blocked)
+        finally:
+            self._write_lock.release()
+
+    def _write_with_held(self, buffers: list[Any], deadline: float | None) -> None:
+        """Under the lock: write, after what was held back and what is to be told about blocks."""
+        notices = [encode_prefix(FrameKind.NOTICE, 0, 0, notice) for notice in self.memory.notices()]
+        # After what was held back: that may name a block which is free since it was encoded.
+        held = [*self._drain_outbox(), *notices]
+        if held:
+            small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
+            buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
+        try:
             if order.active and any(type(buffer) is host.DeviceBytes for buffer in buffers):
                 self._write_chunks(buffers, deadline)
             else:
                 self.stream.send(buffers, deadline, self.on_blocked)
         except TimeoutError:
             if not self.stream.broken:
-                self._outbox.extendleft(reversed(held))  # nothing was written: they wait for the next write
+                self.outbox.extendleft(reversed(held))  # nothing was written: they wait for the next write
             raise
-        finally:
-            self._write_lock.release()
 
     def _write_chunks(self, buffers: list[Any], deadline: float | None) -> None:
         """Write buffers some of which are on the GPU and come from there in chunks."""
@@ -181,13 +188,13 @@ class Connection:
 
     def _drain_outbox(self) -> list[bytes]:
         held = []
-        while self._outbox:
-            held.append(self._outbox.popleft())
+        while self.outbox:
+            held.append(self.outbox.popleft())
         return held
 
     def _tell(self, message: AnyMessage) -> None:
         """Have a notice written before anything that is sent from now on."""
-        self._outbox.append(encode_prefix(FrameKind.NOTICE, 0, 0, message))
+        self.outbox.append(encode_prefix(FrameKind.NOTICE, 0, 0, message))
 
     # --- receiving ---
 
@@ -200,7 +207,7 @@ class Connection:
         while self.stream.pending:  # else nobody would be told that there is more
             frames += self._reader.received(max(0, self.stream.receive_into(self._reader.target())))
         for frame in frames:
-            if frame.segments or frame.kind == _NOTICE:
+            if frame.segments or (frame.kind == NOTICE and type(frame.message) in BLOCK_NOTICES):
                 return self._for_others(frames)
         return frames
 
@@ -208,10 +215,11 @@ class Connection:
         """Find the memory of large tensors, and keep back what is the connection's own business."""
         kept = []
         for frame in frames:
+            if frame.kind == NOTICE and type(frame.message) in BLOCK_NOTICES:
+                self.memory.heard(frame.message)
+                continue
             if frame.segments:
                 self.memory.find(frame)
-            elif frame.kind == FrameKind.NOTICE and self.memory.heard(frame.message):
-                continue
             kept.append(frame)
         if order.active:
             arrived = order.now()

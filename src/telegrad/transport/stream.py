@@ -127,13 +127,17 @@ class SocketStream:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     if begun:
-                        self.broken = True
-                        with contextlib.suppress(OSError):
-                            self._socket.shutdown(socket.SHUT_RDWR)
+                        self._break()
                     raise TimeoutError("the peer does not read what is sent to it") from None
                 writable = select.poll()
                 writable.register(self._socket, select.POLLOUT)
                 writable.poll(None if left is None else left * 1000 + 1)
+
+    def _break(self) -> None:
+        """A part of a message was written and the rest will not be: nothing can follow it."""
+        self.broken = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     @staticmethod
     def _drop(remaining: list[memoryview], sent: int) -> None:
@@ -278,7 +282,14 @@ def _close_all(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-def receive_exactly(sock: socket.socket, count: int) -> bytes:
+class Receives(Protocol):
+    """A socket, plain or with TLS on it."""
+
+    def recv(self, most: int, /) -> bytes:
+        """Bytes that came; none at the end of the stream."""
+
+
+def receive_exactly(sock: Receives, count: int) -> bytes:
     """`count` bytes from a socket with a timeout, or ConnectionError."""
     data = bytearray()
     while len(data) < count:

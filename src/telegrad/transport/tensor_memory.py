@@ -29,6 +29,8 @@ from telegrad.wire.tensor.tensors import Segment, TensorSpec, segment_bytes, seg
 
 log = logging.getLogger("telegrad.transport")
 
+BLOCK_NOTICES = frozenset({ReleaseBlocks, RetireBlocks, *DEVICE_NOTICES})
+
 SHARE_FROM = 32 * 1024  # bytes of tensors in one message from which a shared block pays
 LEND_LIMIT = 8 * 2**30  # bytes lent to one peer beyond which its socket, which pushes back, is used instead
 COPY_UP_TO = 64 * 1024  # bytes of tensors in the frame itself that are copied into it rather than written from there
@@ -63,6 +65,10 @@ class TensorMemory:
         self._tell = tell
         self.lender = Lender() if stream.lane is not None else None
         self.borrower = Borrower()
+        # Blocks that the peer does not know yet to be free, its own and ours. Filled at any moment; looked at before
+        # each write.
+        self.released = self.borrower.untold
+        self.retired = self.lender.untold if self.lender is not None else []
         self._sharing = True  # until there turns out to be no shared memory
         self.devices: DeviceChannel | None = None  # once a CUDA tensor comes by
         self.copier = Copier()
@@ -187,6 +193,7 @@ class TensorMemory:
                 memory = inline
             else:
                 memory = borrowed.get(segment.block) or self._memory_of(segment.block, borrowed)
+                frame.is_large = True
             end = segment.offset + segment.nbytes
             if segment.nbytes < 0 or segment.offset < 0 or end > len(memory):
                 raise ProtocolError(
@@ -219,15 +226,6 @@ class TensorMemory:
 
     # --- what the peers tell each other about blocks ---
 
-    @property
-    def has_notices(self) -> bool:
-        """Whether the peer should be told something."""
-        return bool(
-            self.borrower.untold
-            or (self.lender is not None and self.lender.untold)
-            or (self.devices is not None and self.devices.has_news)
-        )
-
     def notices(self) -> list[AnyMessage]:
         """What to tell it; each is told once."""
         notices: list[AnyMessage] = []
@@ -239,21 +237,17 @@ class TensorMemory:
             notices += self.devices.news()
         return notices
 
-    def heard(self, message: AnyMessage) -> bool:
-        """A notice came; false if it is not about blocks."""
+    def heard(self, message: AnyMessage) -> None:
+        """One of `BLOCK_NOTICES` came."""
         if type(message) is ReleaseBlocks:
             if self.lender is not None:
                 self.lender.give_back(message.blocks)
-            return True
-        if type(message) is RetireBlocks:
+        elif type(message) is RetireBlocks:
             self.borrower.retire(message.blocks)
-            return True
-        if type(message) in DEVICE_NOTICES:
-            if self.lender is None:
-                raise ProtocolError("the peer speaks of device memory on a connection that has none")
+        elif self.lender is None:
+            raise ProtocolError("the peer speaks of device memory on a connection that has none")
+        else:
             self._device_channel().heard(message)
-            return True
-        return False
 
     def trim(self, before: float) -> None:
         """Return the blocks that have been idle since `before`."""

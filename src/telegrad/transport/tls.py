@@ -9,23 +9,16 @@ import contextlib
 import datetime
 import hashlib
 import os
-import select
 import socket
 import ssl
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from telegrad.errors import AuthenticationError
-from telegrad.transport.stream import Buffers, SocketStream
+from telegrad.transport.tls_stream import TlsSocket
 
-_RECORD = 16 * 1024  # bytes in one TLS record
-_JOIN_UP_TO = 64 * 1024
-_MOST_AT_ONCE = 4 * 2**20  # read in one go, before what came is looked at
 _VALID_DAYS = 3650
-_HURRY = 0.05
 
 
 class Tls(NamedTuple):
@@ -51,14 +44,15 @@ class TlsEnds:
         self.fingerprint = fingerprint  # of the certificate it shows as a listener
         self.named = named  # whether certificates name the workers
 
-    def wrap_accepted(self, sock: socket.socket) -> ssl.SSLSocket:
+    def wrap_accepted(self, sock: socket.socket) -> TlsSocket:
         """A connection that was accepted; its handshake is still to be done, and never waited for."""
-        return self.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return TlsSocket(sock, self.server, server_side=True)
 
-    def wrap_dialled(self, sock: socket.socket, expected: bytes, name: str) -> ssl.SSLSocket:
+    def wrap_dialled(self, sock: socket.socket, expected: bytes, name: str) -> TlsSocket:
         """A connection that was dialled to the worker `name`, with its certificate checked."""
-        wrapped = self.client.wrap_socket(sock)
+        wrapped = TlsSocket(sock, self.client, server_side=False)
         try:
+            wrapped.do_handshake()
             shown = fingerprint_of(wrapped)
             if self.named:
                 check_name(wrapped, name)
@@ -73,15 +67,15 @@ class TlsEnds:
         return wrapped
 
 
-def fingerprint_of(sock: ssl.SSLSocket) -> bytes:
+def fingerprint_of(sock: TlsSocket) -> bytes:
     """Of the certificate that the other end shows; empty if it shows none."""
-    shown = sock.getpeercert(binary_form=True)
+    shown = sock.tls.getpeercert(binary_form=True)
     return hashlib.sha256(shown).digest() if shown else b""
 
 
-def check_name(sock: ssl.SSLSocket, name: str) -> None:
+def check_name(sock: TlsSocket, name: str) -> None:
     """Raise unless the verified certificate of the other end is that of the worker `name`."""
-    shown: Any = sock.getpeercert() or {}
+    shown: Any = sock.tls.getpeercert() or {}
     names = {value for part in shown.get("subject", ()) for key, value in part if key == "commonName"}
     names |= {value for kind, value in shown.get("subjectAltName", ()) if kind == "DNS"}
     if name not in names:
@@ -182,92 +176,3 @@ def _in_memory(content: bytes) -> Iterator[str]:
             file.write(content)
             file.flush()
             yield file.name
-
-
-class TlsStream(SocketStream):
-    """A stream over TLS. OpenSSL allows one thread at a time: each read and write of a record is one step."""
-
-    def __init__(self, sock: ssl.SSLSocket, kind: str) -> None:
-        super().__init__(sock, kind)
-        self._tls = sock
-        self._step = threading.Lock()
-        self.receive_into = self._receive_into
-        self._poll_plain = self._poll
-
-    def readable(self, seconds: float) -> bool:
-        """Wait until there is something to read, at most `seconds`."""
-        return self.pending > 0 or bool(self._poll_plain(seconds * 1000))
-
-    def _receive_into(self, view: memoryview) -> int:
-        if not self.pending and not self._poll_plain(0):
-            return -1  # cheaper asked of the kernel than of OpenSSL, which answers by an exception
-        count, limit = 0, min(len(view), _MOST_AT_ONCE)
-        read, pending = self._tls.recv_into, self._tls.pending
-        try:
-            while count < limit:
-                with self._step:
-                    got = read(view[count : count + _RECORD])
-                    self.pending = pending()  # decrypted and not read, which the socket does not show
-                if not got:
-                    return count
-                count += got
-                if got < _RECORD and not self.pending:  # the end of what was sent in one piece
-                    break
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            self.pending = 0
-            return count or -1
-        except ssl.SSLError:
-            self.pending = 0
-            if not count:
-                raise
-        return count  # what came before an error is good; the error comes again
-
-    def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
-        """Write all of `buffers`; calls `blocked` once if that has to wait. TimeoutError at the deadline, after which
-        the stream is `broken` if a part had been written."""
-        if len(buffers) > 1 and sum(map(len, buffers)) <= _JOIN_UP_TO:
-            buffers = [b"".join(buffers)]
-        announced = False
-        self._check_room(deadline)
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            while len(view):
-                try:
-                    with self._step:
-                        sent = self._tls.send(view)
-                    view = view[sent:]
-                    if announced:
-                        self.last_written = time.monotonic()
-                except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                    if not announced:
-                        announced = True
-                        blocked()
-                    self._await_room(deadline)
-
-    def _check_room(self, deadline: float | None) -> None:
-        """What has no time to wait must find room before it begins: a record that is half written breaks the stream."""
-        if deadline is not None and deadline - time.monotonic() < _HURRY:
-            writable = select.poll()
-            writable.register(self._tls, select.POLLOUT)
-            if not writable.poll(0):
-                raise TimeoutError("the peer does not read what is sent to it")
-
-    def _await_room(self, deadline: float | None) -> None:
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            # OpenSSL keeps a record it could not write whole: nothing else can follow it.
-            self.broken = True
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(self._tls, socket.SHUT_RDWR)
-            raise TimeoutError("the peer does not read what is sent to it")
-        writable = select.poll()
-        writable.register(self._tls, select.POLLOUT)
-        writable.poll(None if left is None else left * 1000 + 1)
-
-    def close(self) -> None:
-        """End the stream at once."""
-        # Not `SSLSocket.shutdown`: it would leave a plain socket to those who still read.
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._tls, socket.SHUT_RDWR)
-        with self._step:
-            self._tls.close()

@@ -8,8 +8,10 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -24,7 +26,9 @@ _NONE, _EMPTY_CALL, _TENSOR, _FLAT_TUPLE, _FLAT_CALL = range(5)
 _PLAIN = 7
 _FLAT_FORMS = frozenset({_NONE, _EMPTY_CALL, _TENSOR, _FLAT_TUPLE, _FLAT_CALL, _PLAIN})  # nothing in them is pickled
 _PAYLOAD_NONE, _PAYLOAD_EMPTY_CALL, _PAYLOAD_TENSOR = bytes([_NONE]), bytes([_EMPTY_CALL]), bytes([_TENSOR])
+NOT_FLAT = object()
 _MAX_FLAT = 255
+_MOST_SHAPES = 4096
 _SCALARS = frozenset({int, float, str, bool, bytes, type(None)})
 _encode_scalars = msgspec.msgpack.Encoder().encode
 _decode_scalars = msgspec.msgpack.Decoder(list[Any]).decode
@@ -86,64 +90,121 @@ def is_flat(payload: Any) -> bool:
     return len(payload) > 0 and payload[0] in _FLAT_FORMS
 
 
-def unpack(payload: Any, tensors: Sequence[Tensor], *, find_class: FindClass | None = None) -> Any:
-    """Put a value together again. `find_class(module, name)` replaces the import of what the payload names."""
-    form = payload[0] if len(payload) else -1
+def unpack_flat(payload: Any, tensors: Sequence[Tensor]) -> Any:
+    """Put a value together again in which nothing is pickled; NOT_FLAT for a payload of another form."""
+    form = payload[0] if payload else -1
+    if form == _FLAT_CALL:
+        return _unpack_tuple(payload, tensors), {}
     if form == _EMPTY_CALL:
         return (), {}
-    if form == _NONE:
-        return None
-    if form in (_FLAT_CALL, _FLAT_TUPLE):
-        values = _unpack_tuple(payload, tensors)
-        return (values, {}) if form == _FLAT_CALL else values
     if form == _TENSOR:
         if len(tensors) != 1:
             raise ProtocolError(f"a payload of one tensor came with {len(tensors)}")
         return tensors[0]
-    if form == _PLAIN:
-        return plain.decode(payload[1:], tensors)
+    if form == _NONE:
+        return None
+    if form == _FLAT_TUPLE:
+        return _unpack_tuple(payload, tensors)
+    return plain.decode(payload[1:], tensors) if form == _PLAIN else NOT_FLAT
+
+
+def unpack(payload: Any, tensors: Sequence[Tensor], *, find_class: FindClass | None = None) -> Any:
+    """Put a value together again. `find_class(module, name)` replaces the import of what the payload names."""
+    value = unpack_flat(payload, tensors)
+    if value is not NOT_FLAT:
+        return value
+    form = payload[0] if len(payload) else -1
     if form in (PICKLE, PICKLE_AND_BUFFERS):
         return load(payload, tensors, find_class)
     raise ProtocolError(f"unknown payload form {form}" if len(payload) else "a payload of no bytes")
 
 
-# Flat tuples: one byte for each value, its place in the table counted from 1, or 0 for the next of the scalars.
+# Flat tuples: one byte for each value, its place in the table counted from 1, or 0 for the next of the scalars. What
+# depends on the types of the values alone is made once, for all calls with arguments of these types.
+
+
+class _Shape(NamedTuple):
+    """What tuples of values of the same types have in common."""
+
+    head: bytes  # the payload up to its scalars
+    tensors: Callable[[Any], tuple[Any, ...]] | None  # takes them out of the tuple
+    scalars: Callable[[Any], tuple[Any, ...]] | None
+
+
+_shapes: dict[tuple[Any, ...], _Shape] = {}  # by form and types
 
 
 def _pack_tuple(form: int, values: tuple[Any, ...]) -> Packed | None:
-    if len(values) > _MAX_FLAT:
+    key = (form, *map(type, values))
+    shape = _shapes.get(key) or _shape_of(key)
+    if shape is None:
         return None
-    head = bytearray((form, len(values)))
+    payload, take_tensors, take_scalars = shape
     tensors: list[Tensor] = []
-    places: dict[int, int] = {}
-    scalars: list[Any] = []
-    for value in values:
-        cls = type(value)
-        if (cls is Tensor or cls is Parameter) and not value.__dict__:
-            place = places.setdefault(id(value), len(tensors) + 1)
-            if place > len(tensors):
-                tensors.append(value)
-            head.append(place)
-        elif cls in _SCALARS:
-            head.append(0)
-            scalars.append(value)
-        else:
-            return None
-    if scalars:
+    if take_tensors is not None:
+        tensors += take_tensors(values)
+        for tensor in tensors:
+            if tensor.__dict__:
+                return None
+        if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
+            payload, tensors = _name_once(payload, tensors)
+    if take_scalars is not None:
         try:
-            head += _encode_scalars(scalars)
+            payload += _encode_scalars(take_scalars(values))
         except (OverflowError, UnicodeEncodeError):  # an int beyond 64 bits, a lone surrogate: pickle can
             return None
-    return Packed(bytes(head), tensors)
+    return Packed(payload, tensors)
+
+
+def _name_once(payload: bytes, tensors: list[Tensor]) -> tuple[bytes, list[Tensor]]:
+    """The same where a tensor comes more than once: it arrives as one."""
+    table = list({id(tensor): tensor for tensor in tensors}.values())
+    places = {id(tensor): place for place, tensor in enumerate(table, 1)}
+    named = [places[id(tensors[place - 1])] if place else 0 for place in payload[2:]]
+    return payload[:2] + bytes(named), table
+
+
+def _shape_of(key: tuple[Any, ...]) -> _Shape | None:
+    form, *types = key
+    if len(types) > _MAX_FLAT:
+        return None
+    tensors = [index for index, cls in enumerate(types) if cls is Tensor or cls is Parameter]
+    scalars = [index for index, cls in enumerate(types) if cls in _SCALARS]
+    if len(tensors) + len(scalars) < len(types):
+        return None
+    places = [tensors.index(index) + 1 if index in tensors else 0 for index in range(len(types))]
+    shape = _Shape(bytes((form, len(types), *places)), _take(tensors), _take(scalars))
+    if len(_shapes) < _MOST_SHAPES:
+        _shapes[key] = shape
+    return shape
+
+
+def _take(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]] | None:
+    """What takes the values at these places out of a sequence."""
+    if len(indices) == 1:
+        return itemgetter(slice(indices[0], indices[0] + 1))
+    return itemgetter(*indices) if indices else None
 
 
 def _unpack_tuple(payload: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     try:
         end = 2 + payload[1]
-        places = payload[2:end]
+        places = bytes(payload[2:end])
         if 0 not in places:
             return tuple([tensors[place - 1] for place in places])
-        scalars = iter(_decode_scalars(payload[end:]))
-        return tuple([tensors[place - 1] if place else next(scalars) for place in places])
-    except (IndexError, StopIteration, msgspec.MsgspecError) as error:
+        scalars = _decode_scalars(payload[end:])
+        return _order_of(places, len(tensors))([*tensors, *scalars])
+    except (IndexError, msgspec.MsgspecError) as error:
         raise ProtocolError(f"a flat payload does not fit its table of {len(tensors)} tensors: {error}") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _order_of(places: bytes, tensors: int) -> Callable[[Any], tuple[Any, ...]]:
+    """What takes the values of a tuple, in order, out of its tensors and scalars one after the other."""
+    indices, scalar = [], tensors
+    for place in places:
+        if place > tensors:
+            raise IndexError(f"there is no tensor {place}")
+        indices.append(place - 1 if place else scalar)
+        scalar += not place
+    return itemgetter(*indices) if len(indices) > 1 else lambda values: (values[indices[0]],)

@@ -33,7 +33,6 @@ _RETURNED = -2  # those from here down are the receiver's own blocks, which come
 READ_SIZE = 64 * 1024
 MAX_HEAD = 64 * 2**20
 MAX_FRAME = 64 * 2**30
-LARGE_PAYLOAD = 64 * 1024
 
 
 class FrameKind(IntEnum):
@@ -44,6 +43,8 @@ class FrameKind(IntEnum):
     FAILURE = 3
     NOTICE = 4
 
+
+REQUEST, REPLY, FAILURE, NOTICE = map(int, FrameKind)  # as they are in frames
 
 # How the header of a frame of each kind begins, and the rest of it: what is read of every frame.
 _KINDS = {MAGIC + bytes([VERSION, kind]): int(kind) for kind in FrameKind}
@@ -67,12 +68,8 @@ def returned(block: int) -> int:
     return _RETURNED - block
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The part of a frame that is decoded first and checked whole."""
-
-    message: AnyMessage
-    tensors: tuple[TensorSpec, ...]
-    segments: tuple[SegmentSpec, ...]
+# The part of a frame that is decoded first and checked whole.
+Head = tuple[AnyMessage, tuple[TensorSpec, ...], tuple[SegmentSpec, ...]]
 
 
 class Frame(msgspec.Struct, eq=False):
@@ -88,6 +85,7 @@ class Frame(msgspec.Struct, eq=False):
     payload: Any
     data: Any
     data_offset: int
+    is_large: bool = False  # whether it holds more than its sender should keep: it has memory of its own
     buffers: Sequence[Any] = ()
     arrived: int = 0  # set by who reads it, where the order of work on a GPU depends on it
     read_at: float = 0.0  # when, if that is still to be recorded
@@ -96,16 +94,12 @@ class Frame(msgspec.Struct, eq=False):
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""
         if not self.tensors:
             return []
-        data, buffers = self.data, self.buffers
-        self.data, self.buffers = None, ()
+        data = self.data
+        self.data = None
         if data is not None and not self.segments:
             return rebuild_small(self.tensors, data, self.data_offset)
+        buffers, self.buffers = self.buffers, ()
         return rebuild(self.tensors, buffers)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it holds more than its sender should keep: tensors with memory of their own, or a long payload."""
-        return len(self.payload) > LARGE_PAYLOAD or (bool(self.segments) and not isinstance(self.data, bytearray))
 
     def __repr__(self) -> str:
         kind = FrameKind(self.kind).name.lower()
@@ -113,7 +107,8 @@ class Frame(msgspec.Struct, eq=False):
 
 
 _encode_head = msgspec.msgpack.Encoder().encode
-_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_head: Callable[[Any], Head] = msgspec.msgpack.Decoder(Head).decode
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what that raises
 
 
 def encode_prefix(
@@ -191,40 +186,44 @@ class FrameReader:
 
     def received(self, count: int) -> list[Frame]:
         """`count` bytes were put into the target; the frames that are complete now."""
-        frames: list[Frame] = []
         if self._large is not None:
-            self._large_filled += count
-            if self._large_filled < len(self._large_view):
-                return frames
-            fields, memory, start = self._large
-            self._large = None
-            self._large_view = self._view[:0]
-            frames.append(_frame_in_place(fields, memory, start))
-            return frames
-        start = self._start
+            return self._received_of_large(count)
+        frames: list[Frame] = []
+        buffer, view, start = self._buffer, self._view, self._start
         self._end = limit = self._end + count
-        while start + _HEADER_SIZE <= limit:
-            fields = _unpack_fields(self._buffer, start)
-            kind, head_bytes, payload_bytes, data_bytes, request_id, ack = fields
-            begin = start + _HEADER_SIZE
-            total = head_bytes + payload_bytes + data_bytes
-            if kind not in _KINDS or head_bytes > MAX_HEAD or total > self._max_frame:
-                raise self._refusal(start)
-            if begin + total > limit:
-                if _HEADER_SIZE + total > READ_SIZE // 2:
-                    self._begin_large(fields, begin, total)
-                break
+        while (begin := start + _HEADER_SIZE) <= limit:
+            kind, head_bytes, payload_bytes, data_bytes, request_id, ack = fields = _unpack_fields(buffer, start)
             middle = begin + head_bytes
             end = middle + payload_bytes
-            self._start = start = end + data_bytes
-            head = decode_head(self._view[begin:middle])
-            payload = bytes(self._view[middle:end]) if payload_bytes else b""
+            after = end + data_bytes
+            if kind not in _KINDS or head_bytes > MAX_HEAD or after - begin > self._max_frame:
+                raise self._refusal(start)
+            if after > limit:
+                if after - start > READ_SIZE // 2:
+                    self._begin_large(fields, begin, after - begin)
+                    return frames
+                break
+            try:
+                message, tensors, segments = _decode_head(view[begin:middle])
+            except _MALFORMED as error:
+                raise _malformed(error) from error
+            payload = bytes(view[middle:end]) if payload_bytes else b""
             # Tensors will alias this copy, so the buffer itself is free to be read into again.
-            data = self._buffer[end:start] if data_bytes else None
-            frames.append(
-                Frame(_KINDS[kind], request_id, ack, head.message, head.tensors, head.segments, payload, data, 0)
-            )
+            data = buffer[end:after] if data_bytes else None
+            frames.append(Frame(_KINDS[kind], request_id, ack, message, tensors, segments, payload, data, 0))
+            start = after
+        self._start = start
         return frames
+
+    def _received_of_large(self, count: int) -> list[Frame]:
+        assert self._large is not None
+        self._large_filled += count
+        if self._large_filled < len(self._large_view):
+            return []
+        fields, memory, start = self._large
+        self._large = None
+        self._large_view = self._view[:0]
+        return [_frame_in_place(fields, memory, start)]
 
     def _refusal(self, start: int) -> ProtocolError:
         """What is wrong with a header."""
@@ -258,14 +257,16 @@ def _frame_in_place(fields: tuple[Any, ...], memory: Any, start: int) -> Frame:
     view = memoryview(memory).cast("B")
     middle = start + head_bytes
     end = middle + payload_bytes
-    head = decode_head(view[start:middle])
-    payload = view[middle:end]
-    return Frame(_KINDS[kind], request_id, ack, head.message, head.tensors, head.segments, payload, memory, end)
+    return Frame(_KINDS[kind], request_id, ack, *decode_head(view[start:middle]), view[middle:end], memory, end, True)
 
 
 def decode_head(raw: Any) -> Head:
     """The checked head of a frame."""
     try:
         return _decode_head(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the head of a frame is malformed: {error}") from error
+    except _MALFORMED as error:
+        raise _malformed(error) from error
+
+
+def _malformed(error: Exception) -> ProtocolError:
+    return ProtocolError(f"the head of a frame is malformed: {error}")

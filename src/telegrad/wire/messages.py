@@ -387,3 +387,6 @@ AnyMessage = (
     | Observed
     | AnyBlockNotice
 )
+
+WITH_A_CALL = frozenset({RpcWithAutograd, RpcWithTrace, RpcWithProfiling})  # those that wrap another
+DEFINING = frozenset({PythonCall, PythonRemoteCall})  # those that may define the function they call

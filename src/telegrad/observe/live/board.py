@@ -71,6 +71,11 @@ class Board:
                 ask_all(self._agent, self._alive(), "stop", self._watcher.encode(), 1.0)
 
     @property
+    def closed(self) -> bool:
+        """Whether it looks no more."""
+        return self._ended.is_set()
+
+    @property
     def state(self) -> dict[str, Any]:
         """The latest state; only values that JSON knows."""
         return self._state

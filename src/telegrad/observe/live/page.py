@@ -48,6 +48,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _KEEP_ALIVE_SECONDS = 5.0
+_FAREWELL_SECONDS = 2.0
 
 
 class Page:
@@ -84,6 +85,8 @@ class Page:
     def close(self) -> None:
         """Serve no more."""
         self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(_FAREWELL_SECONDS)  # browsers are told that the stream has ended
         self._server.force_exit = True
         if self._thread.is_alive():
             self._thread.join(5.0)
@@ -146,6 +149,8 @@ class Page:
         number = -1
         while not self._server.should_exit and not await request.is_disconnected():
             state = await asyncio.to_thread(self._board.wait_for_news, number, _KEEP_ALIVE_SECONDS)
+            if self._board.closed:
+                return
             if state is None:
                 yield ": still here\n\n"
                 continue
@@ -167,5 +172,5 @@ def serving(agent: Agent, host: str = "127.0.0.1", port: int = 0, token: str | N
         page.start()
         yield page
     finally:
-        page.close()
         board.close()
+        page.close()

@@ -27,8 +27,8 @@ from telegrad.observe.asking import ask_all
 from telegrad.observe.profiling.events import Profiled, ProfiledCall, RemoteEvent, encode, local, merge, to_send
 from telegrad.observe.profiling.merging import parse_records
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.calls import Around, CallProfiler, name_of
-from telegrad.rpc.layer import OnReply, Served
+from telegrad.rpc.calls import name_of
+from telegrad.rpc.layer import Around, CallProfiler, OnReply, Served
 from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.messages import AnyMessage, RpcWithProfiling, RpcWithProfilingReply

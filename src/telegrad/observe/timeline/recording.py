@@ -181,7 +181,7 @@ def record(path: str | os.PathLike[str], *, kernels: bool = True) -> Iterator[Re
         kernels: whether what the GPUs do is recorded as well, for the first minute. torch has one profiler of CUDA in a
             process: False leaves it to the program.
 
-    Example:
+    Examples:
         >>> with telegrad.observe.record("step.json"):
         ...     rpc.rpc_sync("worker1", abs, (-1,))
         1

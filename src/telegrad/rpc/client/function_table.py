@@ -14,7 +14,7 @@ import torch
 
 from telegrad.rpc.trust.exports import definition_of
 from telegrad.wire.codec import pack
-from telegrad.wire.messages import RpcWithAutograd, RpcWithProfiling, RpcWithTrace
+from telegrad.wire.messages import WITH_A_CALL
 
 BY_NAME = (FunctionType, BuiltinFunctionType, type, str)  # what may have a number
 NOT_NUMBERED = 0
@@ -50,7 +50,7 @@ class FunctionTable:
 
 def with_definition(call: Any, definition: bytes) -> Any:
     """The message of a call, with the definition of its function rather than the number alone."""
-    if type(call) in (RpcWithAutograd, RpcWithProfiling, RpcWithTrace):
+    if type(call) in WITH_A_CALL:
         return msgspec.structs.replace(call, call=with_definition(call.call, definition))
     return msgspec.structs.replace(call, definition=definition)
 

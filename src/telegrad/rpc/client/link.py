@@ -11,13 +11,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from telegrad import trace
 from telegrad.cuda import order
 from telegrad.errors import CallCancelled, ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.function_table import FunctionTable
+from telegrad.rpc.client.outcomes import Dialled, Unanswered, died_meanwhile, does_not_answer
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
 from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, timeout_error
@@ -26,11 +27,10 @@ from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import Member
-from telegrad.transport.addresses import TCP
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.codec import Packed
-from telegrad.wire.frames import FrameKind
+from telegrad.wire.frames import NOTICE, REQUEST
 from telegrad.wire.messages import AnyMessage, CancelCall, Ping
 from telegrad.wire.tensor.small import describe_small
 from telegrad.wire.tensor.tensors import describe
@@ -39,20 +39,6 @@ log = logging.getLogger("telegrad.rpc")
 
 KEPT_NOTICES = 256  # the latest, to be sent again over a new connection; a session remembers more than that
 NOTHING = Packed(b"", [])
-
-
-class Dialled(NamedTuple):
-    """A worker answered."""
-
-    connection: Connection
-    main_by_value: bool  # whether functions of `__main__` must be sent whole over it
-
-
-class Unanswered(NamedTuple):
-    """A worker did not answer."""
-
-    why: str
-    gone: bool  # whether that is known to be final: to dial again would not help
 
 
 class LinkEvents(Protocol):
@@ -78,6 +64,7 @@ class Link:
         self.runtime = runtime
         self._io_threads = runtime.io_threads
         self._events = events
+        self._audit = runtime.layers.audit
         self.member = member
         self.number = number
         self.ticket = os.urandom(TICKET_BYTES)  # shown with each connection: nobody else can go on with this link
@@ -92,7 +79,6 @@ class Link:
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
         self.expect = self.replies.arm  # have the I/O threads read what comes
         self.exhausted = (0.0, 0)  # when the worker last said that all its threads are taken, and how many
-        self.sent = 0
         self._notice_ids = itertools.count(1)
         self._notices: deque[tuple[int, AnyMessage]] = deque(maxlen=KEPT_NOTICES)
         self._dial_lock = threading.Lock()
@@ -131,25 +117,16 @@ class Link:
             try:
                 dialled = self.current if self.current is not None else self._dial(deadline)
                 if isinstance(dialled, Unanswered) and dialled.gone:
-                    self.dead = self._unanswered(dialled)  # at once: those who wait for the lock need not dial as well
+                    # At once: those who wait for the lock need not dial as well.
+                    self.dead = does_not_answer(self.member, dialled)
             finally:
                 self._dial_lock.release()
         if not isinstance(dialled, Unanswered):
             return dialled
         if dialled.gone:
             self._events.unanswered(self.member, f"worker {self.member.name!r} is gone: {dialled.why}")
-            raise self.dead.again() if self.dead is not None else self._unanswered(dialled)
-        raise self._unanswered(dialled)
-
-    def _unanswered(self, outcome: Unanswered) -> WorkerDied:
-        member = self.member
-        where = ", ".join(f"{a.host}:{a.where}" if a.kind == TCP else a.where for a in member.addresses)
-        return WorkerDied(
-            f"worker {member.name!r} does not answer at {where} ({outcome.why}). "
-            "It ended, or cannot be reached from here.",
-            worker=member.name,
-            incarnation=member.incarnation,
-        )
+            raise self.dead.again() if self.dead is not None else does_not_answer(self.member, dialled)
+        raise does_not_answer(self.member, dialled)
 
     def _dial(self, deadline: float) -> Connection | Unanswered:
         """Dial, and send what may not have arrived: the worker knows by the ids what it has already taken."""
@@ -184,13 +161,13 @@ class Link:
         if order.active and self.pending:
             order.synchronize()  # this thread's streams are not those the tensors were made on
         for number, notice in list(self._notices):
-            connection.send(FrameKind.NOTICE, number, 0, notice, deadline=deadline)
+            connection.send(NOTICE, number, 0, notice, deadline=deadline)
         for slot in self.pending.snapshot():
-            connection.send(FrameKind.REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
+            connection.send(REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
         # Layers above want to hear of replies that come too late. Under the number of a request that was taken this is
         # no new one: its reply comes again. One that was lost is answered as what this is.
         for request_id in self.pending.overdue():
-            connection.send(FrameKind.REQUEST, request_id, 0, Ping(), deadline=deadline)
+            connection.send(REQUEST, request_id, 0, Ping(), deadline=deadline)
 
     def send(
         self,
@@ -208,82 +185,76 @@ class Link:
         """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`.
 
         `definition` is that of the function the message calls by its number."""
+        tensors = packed.tensors
         specs: Any = ()
-        memory: Any = ()
-        if packed.tensors:
-            specs, memory = describe_small(packed.tensors) or describe(packed.tensors)
+        memory: Any = b""
+        if tensors:
+            specs, memory = describe_small(tensors) or describe(tensors)
             if order.active or self.member.device_maps:
-                specs, memory = self.runtime.placement.apply(self.member, packed.tensors, specs, memory)
+                specs, memory = self.runtime.placement.apply(self.member, tensors, specs, memory)
         now = time.monotonic()
         slot = Slot(what, timeout, now + timeout if timeout else FOREVER)
-        slot.since = now
         slot.link = self
+        slot.since = now
+        payload = packed.payload
+        slot.resend = (message, payload, specs, memory)
+        unattended = False
         if complete is not None:
             slot.complete = complete
             slot.attended = attended
-        if future is not None:
-            slot.future = future
-            future.awaited = slot
+            unattended = not attended
+            if future is not None:
+                slot.future = future
+                future.awaited = slot
         if on_reply is not None:
             slot.on_reply = on_reply
         if definition:
             slot.definition = definition
-        if trace.recorder is not None:
-            trace.recorder.asked(slot, message, packed.payload, specs, memory)
-        if self.runtime.layers.audit is not None:
-            self.runtime.layers.audit.sent(self.member.name, message, packed.payload, specs, slot.what())
-        self.request(slot, message, packed.payload, specs, memory)
-        return slot
-
-    def request(
-        self,
-        slot: Slot,
-        message: AnyMessage,
-        payload: bytes = b"",
-        tensors: Sequence[Any] = (),
-        memory: Sequence[Any] | bytes = (),
-    ) -> None:
-        """Send a request whose reply `slot` waits for. Errors of the sending itself are raised."""
-        connection = self.current
-        if connection is None:
-            try:
-                connection = self.connection(slot.deadline)
-            except WorkerDied:
-                raise
-            except TimeoutError:
-                raise self.timeout_error(slot, NOT_CONNECTED) from None
-        slot.resend = (message, payload, tensors, memory)
+        if trace.recorder is not None or self._audit is not None:
+            self._record(slot, message, payload, specs, memory)
+        connection = self.current or self._connection_for(slot)
         # Count before sending: the reply may come first.
         ack, earliest = self.pending.admit(slot)
+        number = slot.request_id
         if earliest:
             self.runtime.timer.at(slot.deadline, self.expire)
-        self.sent += 1
-        deadline = None if slot.deadline == FOREVER else slot.deadline
         # In a burst of calls nobody waits for yet, small ones share a write: the reader of replies sends them on.
-        hold = slot.complete is not None and not slot.attended and len(self.pending) > BURST_CALLS
+        hold = unattended and len(self.pending) > BURST_CALLS
+        deadline = slot.deadline if timeout else None
         try:
-            connection.send(
-                FrameKind.REQUEST, slot.request_id, ack, message, payload, tensors, memory, deadline=deadline, hold=hold
-            )
+            connection.send(REQUEST, number, ack, message, payload, specs, memory, deadline=deadline, hold=hold)
         except TimeoutError:
-            self.pending.give_up(slot.request_id)
+            self.pending.give_up(number)
             raise self.timeout_error(slot, NOT_TAKEN) from None
         except SerializationError:
-            self.pending.take(slot.request_id)
+            self.pending.take(number)
             raise
         except (OSError, ValueError):  # ValueError: closed by another thread meanwhile
             self.lost(connection)
         if connection.closed:
-            self._send_over_next(connection, FrameKind.REQUEST, slot.request_id, 0, *slot.whole())
-            if self.dead is not None and self.pending.take(slot.request_id) is not None:
+            self._send_over_next(connection, REQUEST, number, 0, *slot.whole())
+            if self.dead is not None and self.pending.take(number) is not None:
                 raise self.died(slot) from None
         if hold:
             # Nor are replies read one by one then: completing a future lets go of the GIL, and each time the thread
             # that asks and the thread that reads would fight for it.
-            self.replies.last_asked = slot.since
+            self.replies.last_asked = now
             self.runtime.delayed_flush.within(BURST, connection)
-        elif slot.complete is not None and not slot.attended:
+        elif unattended:
             self.replies.arm()
+        return slot
+
+    def _record(self, slot: Slot, message: AnyMessage, payload: bytes, specs: Any, memory: Any) -> None:
+        if trace.recorder is not None:
+            trace.recorder.asked(slot, message, payload, specs, memory)
+        if self._audit is not None:
+            self._audit.sent(self.member.name, message, payload, specs, slot.what())
+
+    def _connection_for(self, slot: Slot) -> Connection:
+        try:
+            return self.connection(slot.deadline)
+        except TimeoutError:
+            raise self.timeout_error(slot, NOT_CONNECTED) from None
 
     def notify(self, message: AnyMessage, lazy: bool = False) -> None:
         """Send a notice: it has no reply, and a dead worker does not need it. A lazy one goes with the next message.
@@ -292,12 +263,12 @@ class Link:
         number = next(self._notice_ids)
         self._notices.append((number, message))
         try:
-            connection = self.connection()
+            connection = self.current or self.connection()
         except TelegradError:
             log.debug("a notice to %s was not delivered: %s", self.member.name, message)
             return
         try:
-            connection.send(FrameKind.NOTICE, number, self.pending.lowest(), message, hold=True)
+            connection.send(NOTICE, number, 0, message, hold=True)
             if lazy:
                 self.runtime.delayed_flush.within(LAZY, connection)
             else:
@@ -307,7 +278,7 @@ class Link:
         except (OSError, ValueError):
             self.lost(connection)
         if connection.closed:
-            self._send_over_next(connection, FrameKind.NOTICE, number, 0, message)
+            self._send_over_next(connection, NOTICE, number, 0, message)
 
     def _send_over_next(self, old: Connection, *frame: Any) -> None:
         """What was sent over `old` as that ended is lost, unless the next dial is still to come and sends it again."""
@@ -321,12 +292,22 @@ class Link:
 
     def farewell(self, message: AnyMessage) -> None:
         """Tell the worker that this one leaves, if it can be told without waiting."""
+        self._mention(message, 0.0)
+
+    def ping(self) -> None:
+        """The timer: ask whether the worker lives."""
+        self._mention(Ping(), time.monotonic())
+
+    def _mention(self, message: AnyMessage, deadline: float | None = None) -> None:
+        """Send a notice that need not arrive: by the deadline, or with the next message."""
         connection = self.current
         if connection is not None:
             try:
-                connection.send(FrameKind.NOTICE, 0, 0, message, deadline=0.0)
+                connection.send(NOTICE, 0, self.pending.lowest(), message, deadline=deadline, hold=deadline is None)
+                if deadline is None:
+                    self.runtime.delayed_flush.within(LAZY, connection)
             except (OSError, ValueError):
-                log.debug("%s could not be told goodbye", self.member.name)
+                log.debug("%s was not told: %s", self.member.name, message)
 
     # --- failures ---
 
@@ -343,14 +324,13 @@ class Link:
     def died(self, slot: Slot) -> WorkerDied:
         """What a caller gets whose worker is gone."""
         assert self.dead is not None
-        text = f"{self.dead} It was asked: {slot.what()}."
-        return WorkerDied(text, worker=self.member.name, incarnation=self.member.incarnation)
+        return died_meanwhile(slot, self.member, self.dead)
 
     def cancel(self, slot: Slot) -> bool:
         """The caller no longer wants the reply. False if it has it, or is about to."""
         if self.pending.give_up(slot.request_id) is None:
             return False
-        self.left_by_caller(slot)
+        self._mention(CancelCall(slot.request_id))
         slot.error = CallCancelled(f"{slot.what()} was cancelled")
         self.replies.settle([slot])
         return True
@@ -358,17 +338,7 @@ class Link:
     def timed_out(self, slot: Slot) -> None:
         """The caller stopped waiting at its deadline."""
         if stand_in.in_force.cancels_at_timeout:
-            self.left_by_caller(slot)
-
-    def left_by_caller(self, slot: Slot) -> None:
-        """Nobody waits for this request any more: tell the worker, with the next message or a few ms later."""
-        connection = self.current
-        if connection is not None:
-            try:
-                connection.send(FrameKind.NOTICE, 0, self.pending.lowest(), CancelCall(slot.request_id), hold=True)
-                self.runtime.delayed_flush.within(LAZY, connection)
-            except (OSError, ValueError):
-                log.debug("%s was not told that a call is no longer waited for", self.member.name)
+            self._mention(CancelCall(slot.request_id))
 
     def expire(self) -> None:
         """The timer: a deadline of a future may have passed."""
@@ -389,15 +359,6 @@ class Link:
         """Whether the worker's kernel confirmed a ping within `seconds`, though the worker itself says nothing."""
         connection = self.current
         return connection is not None and connection.stream.peer_host_answers(seconds)
-
-    def ping(self) -> None:
-        """The timer: ask whether the worker lives."""
-        connection = self.current
-        if connection is not None:
-            try:
-                connection.send(FrameKind.NOTICE, 0, self.pending.lowest(), Ping(), deadline=time.monotonic())
-            except (OSError, TimeoutError):
-                log.debug("a ping to %s could not be sent", self.member.name)
 
     def tidy(self, before: float) -> None:
         """Return memory that has been idle since `before`; the worker's own word on that is read by the I/O threads."""
@@ -443,14 +404,11 @@ class Link:
         if connection is not None:
             self._io_threads.forget(connection.stream.fileno())
             connection.close()
-        self._fail_all()
-        self.settled.set()
-
-    def _fail_all(self) -> None:
         waiting = self.pending.take_all()
         for slot in waiting:
             slot.error = self.died(slot)
         self.replies.settle(waiting)
+        self.settled.set()
 
     def close(self) -> None:
         """End the link from this side; what still waits is told so."""

@@ -68,15 +68,15 @@ class Pending:
     """The table of one link. Taking out is atomic under the GIL: whoever pops a slot owns its completion."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, Slot] = {}
+        self.slots: dict[int, Slot] = {}  # by the number of the request
         self._next_deadline = FOREVER
         self._lock = threading.Lock()  # numbers and enters in one step, so that `lowest` never skips one
         self._last = 0
         self._lowest = 1
-        self._given_up: set[int] = set()  # left by their callers; the reply may still come
+        self.given_up: set[int] = set()  # left by their callers; the reply may still come, and layers above hear of it
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self.slots)
 
     def admit(self, slot: Slot) -> tuple[int, bool]:
         """Number a request and wait for its reply.
@@ -84,15 +84,19 @@ class Pending:
         Returns the oldest request without a reply, and whether this deadline is now the earliest of those that no
         caller's own thread keeps.
         """
+        slots = self.slots
         with self._lock:
-            self._last += 1
-            slot.request_id = self._last
-            self._slots[self._last] = slot
-            lowest = self._lowest if self._lowest in self._slots else self._advance()
-            earliest = slot.complete is not None and slot.deadline < self._next_deadline
-            if earliest:
-                self._next_deadline = slot.deadline
-        return lowest, earliest
+            slot.request_id = self._last = lowest = self._last + 1
+            if slots or self.given_up:
+                slots[lowest] = slot
+                lowest = self._lowest if self._lowest in slots else self._advance()
+            else:  # all before it were answered
+                slots[lowest] = slot
+                self._lowest = lowest
+            if slot.complete is None or slot.deadline >= self._next_deadline:
+                return lowest, False
+            self._next_deadline = slot.deadline
+        return lowest, True
 
     def lowest(self) -> int:
         """The oldest request without a reply, or the next one to come: all before it were answered."""
@@ -102,31 +106,26 @@ class Pending:
     def _advance(self) -> int:
         # Those that were given up count as well: whoever runs one must keep its reply until that has come.
         lowest = self._lowest
-        while lowest <= self._last and lowest not in self._slots and lowest not in self._given_up:
+        while lowest <= self._last and lowest not in self.slots and lowest not in self.given_up:
             lowest += 1
         self._lowest = lowest
         return lowest
 
     def take(self, request_id: int) -> Slot | None:
         """The slot of a reply; None if nobody waits for it any more."""
-        return self._slots.pop(request_id, None)
+        return self.slots.pop(request_id, None)
 
     def give_up(self, request_id: int) -> Slot | None:
         """The slot of a request whose caller waits no longer; None if it is being completed."""
         with self._lock:  # it is in one of the two at any moment
-            slot = self._slots.pop(request_id, None)
+            slot = self.slots.pop(request_id, None)
             if slot is not None:
-                self._given_up.add(request_id)
+                self.given_up.add(request_id)
         return slot
-
-    @property
-    def has_overdue(self) -> bool:
-        """Whether replies may come that nobody waits for any more, but that layers above want to hear of."""
-        return bool(self._given_up)
 
     def overdue(self) -> list[int]:
         """The requests that were given up and have had no reply."""
-        return sorted(self._given_up)
+        return sorted(self.given_up)
 
     def is_late(self, request_id: int) -> bool:
         """Whether a reply that nobody waits for comes to a request that was given up; true once.
@@ -134,7 +133,7 @@ class Pending:
         If not, it is a second copy of a reply that was taken: a request that was sent again is answered again."""
         with self._lock:
             try:
-                self._given_up.remove(request_id)
+                self.given_up.remove(request_id)
             except KeyError:
                 return False
         return True
@@ -142,7 +141,7 @@ class Pending:
     def expired(self, now: float) -> tuple[list[Slot], float]:
         """Slots whose deadline passed, taken out; and when to look again."""
         late, earliest = [], FOREVER
-        for slot in list(self._slots.values()):
+        for slot in list(self.slots.values()):
             if slot.complete is None:
                 continue  # its caller keeps the deadline itself
             if slot.deadline <= now:
@@ -156,16 +155,16 @@ class Pending:
     def take_all(self) -> list[Slot]:
         """Every slot, taken out: the worker they wait for is gone."""
         taken = []
-        for request_id in list(self._slots):
-            slot = self._slots.pop(request_id, None)
+        for request_id in list(self.slots):
+            slot = self.slots.pop(request_id, None)
             if slot is not None:
                 taken.append(slot)
         return taken
 
     def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """The requests that wait, those that were given up, and the lowest of both when it was last asked for."""
-        return tuple(self._slots), tuple(sorted(self._given_up)), self._lowest
+        return tuple(self.slots), tuple(sorted(self.given_up)), self._lowest
 
     def snapshot(self) -> list[Slot]:
         """The slots that wait, oldest first."""
-        return list(self._slots.values())
+        return list(self.slots.values())

@@ -31,8 +31,8 @@ from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import blocking, local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import Frame, FrameKind
-from telegrad.wire.messages import Ack, Exhausted, Goodbye
+from telegrad.wire.frames import NOTICE, Frame
+from telegrad.wire.messages import Ack, AnyMessage, Exhausted, Goodbye
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -77,6 +77,7 @@ class ReplyReader:
         self._runtime = link.runtime
         self._io_threads = link.runtime.io_threads
         self._pending = link.pending
+        self._slots = link.pending.slots
         self._audit = link.runtime.layers.audit
         self.state = IDLE
         self.last_heard = 0.0
@@ -96,10 +97,47 @@ class ReplyReader:
     def wait(self, slot: Slot) -> None:
         """Return when `slot` is done; raises RpcTimeout at its deadline, unless `slot.complete` takes the error."""
         try:
-            self._wait(slot)
+            while not slot.done:
+                with self._lock:
+                    reads = self.state is not READING
+                    if reads:
+                        if self.state is ARMED and (connection := self._link.current) is not None:
+                            self._io_threads.disarm(connection.stream.fileno())
+                        self.state = READING
+                    elif not self._queue(slot):
+                        return  # completed before there was a lock to release
+                if reads:
+                    self._read_in_person(slot)
+                else:
+                    self._sleep_until_woken(slot)
+                if not slot.done and slot.deadline <= time.monotonic():
+                    self._time_out(slot)
         except BaseException:  # an interrupt: nobody waits for the reply any more
             self._abandon(slot)
             raise
+
+    def _queue(self, slot: Slot) -> bool:
+        """Under the lock: let a caller sleep until its reply is there, or the reading is passed to it."""
+        if slot.wake is None:
+            slot.wake = threading.Lock()
+            slot.wake.acquire()
+        if not slot.done:
+            self._waiters.append(slot)
+        return not slot.done
+
+    def _time_out(self, slot: Slot) -> None:
+        if self._pending.give_up(slot.request_id) is None:
+            return  # it is being completed by another thread this very moment
+        slot.done = True
+        with self._lock:
+            if self.state is IDLE:  # the reading may have been passed to this thread as it woke by itself
+                self._pass_on()
+        error = self._link.timeout_error(slot, ask=True)  # before the worker is told to give it up
+        self._link.timed_out(slot)
+        if slot.complete is None:
+            raise error
+        slot.error = error  # its future says so, now and whenever it is asked again
+        slot.complete(slot)
 
     def _abandon(self, slot: Slot) -> None:
         if not slot.done and slot.complete is None and self._pending.give_up(slot.request_id) is not None:
@@ -107,50 +145,8 @@ class ReplyReader:
         with self._lock:
             if slot in self._waiters:
                 self._waiters.remove(slot)
-            if self.state == IDLE:  # the reading may have been passed to this thread
+            if self.state is IDLE:  # the reading may have been passed to this thread
                 self._pass_on()
-
-    def _wait(self, slot: Slot) -> None:
-        while not slot.done:
-            with self._lock:
-                if self.state == READING:
-                    if slot.wake is None:
-                        slot.wake = threading.Lock()
-                        slot.wake.acquire()
-                    if slot.done:
-                        return  # completed before there was a lock to release
-                    self._waiters.append(slot)
-                    reads = False
-                else:
-                    connection = self._link.current
-                    if self.state == ARMED and connection is not None:
-                        self._io_threads.disarm(connection.stream.fileno())
-                    self.state = READING
-                    reads = True
-            if reads:
-                read: list[Slot] = []
-                try:
-                    self._read_until(slot, read)
-                finally:
-                    self._stop_reading()
-                    if read:
-                        self._complete_in_person(read, slot)
-            else:
-                self._sleep_until_woken(slot)
-            if not slot.done and slot.deadline <= time.monotonic():
-                if self._pending.give_up(slot.request_id) is None:
-                    continue  # it is being completed by another thread this very moment
-                slot.done = True
-                with self._lock:
-                    if self.state == IDLE:  # the reading may have been passed to this thread as it woke by itself
-                        self._pass_on()
-                error = self._link.timeout_error(slot, ask=True)  # before the worker is told to give it up
-                self._link.timed_out(slot)
-                if slot.complete is not None:  # its future says so, now and whenever it is asked again
-                    slot.error = error
-                    slot.complete(slot)
-                    return
-                raise error
 
     def _sleep_until_woken(self, slot: Slot) -> None:
         left = -1.0 if slot.deadline == FOREVER else max(0.0, slot.deadline - time.monotonic())
@@ -162,38 +158,35 @@ class ReplyReader:
             if slot in self._waiters:
                 self._waiters.remove(slot)
 
-    def _read_until(self, slot: Slot, read: list[Slot]) -> None:
-        """Read until `slot` is done, or others are that have to be completed: they are put into `read`."""
-        spinner = self._spinner
-        others = self._io_threads
-        most = 0 if local.turn is None else 1  # this thread may be one of them
-        while not slot.done and not read:
-            connection = self._link.current
-            if connection is None:  # lost: the agent dials again, or finds that the worker is dead
-                left = slot.deadline - time.monotonic()
-                with blocking():
-                    self._link.settled.wait(max(0.0, min(left, 3600.0)))
-                if left <= 0:
-                    return
-                continue
-            if not spinner.wait(connection.stream.readable, others, most):
-                left = slot.deadline - time.monotonic()
-                if left <= 0:
-                    return
-                with blocking():
-                    # Not for ever: the descriptor may be closed, and its number used again, before this sleeps.
-                    ready = connection.stream.readable(min(left, _LOOK_AGAIN_SECONDS))
-                if not ready:
+    def _read_in_person(self, slot: Slot) -> None:
+        """Read until `slot` is done, or others are that have to be completed; hand on the reading, and complete."""
+        read: list[Slot] = []
+        most = 0 if local.turn is None else 1  # this thread may be one of the I/O threads
+        try:
+            while not slot.done and not read:
+                connection = self._link.current
+                if connection is None:  # lost: the agent dials again, or finds that the worker is dead
+                    left = slot.deadline - time.monotonic()
+                    with blocking():
+                        self._link.settled.wait(max(0.0, min(left, 3600.0)))
+                    if left <= 0:
+                        break
                     continue
-            self._receive(connection, read)
-
-    def _stop_reading(self, woken: bool = False) -> None:
-        with self._lock:
-            self._pass_on()
-            connection = self._link.current
-            if woken and self.state == IDLE and connection is not None:
-                # The event that woke the I/O threads is spent: have the kernel tell of the worker's end again.
-                self._io_threads.disarm(connection.stream.fileno())
+                if not self._spinner.wait(connection.stream.readable, self._io_threads, most):
+                    left = slot.deadline - time.monotonic()
+                    if left <= 0:
+                        break
+                    with blocking():
+                        # Not for ever: the descriptor may be closed, and its number used again, before this sleeps.
+                        ready = connection.stream.readable(min(left, _LOOK_AGAIN_SECONDS))
+                    if not ready:
+                        continue
+                self._receive(connection, read)
+        finally:
+            with self._lock:
+                self._pass_on()
+            if read:
+                self._complete_in_person(read, slot)
 
     def _pass_on(self) -> None:
         """Under the lock: let one who waits read, or the I/O threads if others wait for futures only."""
@@ -203,12 +196,13 @@ class ReplyReader:
             if not heir.done:
                 heir.wake.release()
                 return
+        waiting = len(self._slots)
         connection = self._link.current
-        if connection is None:
+        if connection is None or not (waiting or self._pending.given_up):
             return
-        if len(self._pending) > BURST_CALLS and time.monotonic() - self.last_asked < BURST:
+        if waiting > BURST_CALLS and time.monotonic() - self.last_asked < BURST:
             self._runtime.delayed_flush.within(BURST, connection)  # calls keep coming: read their replies together
-        elif self._pending or self._pending.has_overdue:
+        else:
             self.state = ARMED
             self._io_threads.arm(connection.stream.fileno())
 
@@ -216,21 +210,21 @@ class ReplyReader:
         """Have the I/O threads look for replies, unless a thread reads already."""
         with self._lock:
             connection = self._link.current
-            if self.state == IDLE and connection is not None:
+            if self.state is IDLE and connection is not None:
                 self.state = ARMED
                 self._io_threads.arm(connection.stream.fileno())
 
     def disarmed(self) -> None:
         """The connection is lost: no more events of it. A thread that reads goes on with the next."""
         with self._lock:
-            if self.state == ARMED:
+            if self.state is ARMED:
                 self.state = IDLE
 
     def readable(self) -> None:
         """I/O thread: a reply came, or the worker ended while nothing was expected of it."""
         with self._lock:
             connection = self._link.current
-            if self.state == READING or connection is None:
+            if self.state is READING or connection is None:
                 return
             self.state = READING
         read: list[Slot] = []
@@ -239,7 +233,11 @@ class ReplyReader:
             while len(read) < _MOST_READ and not connection.closed and connection.stream.readable(0):
                 self._receive(connection, read)
         finally:
-            self._stop_reading(woken=True)
+            with self._lock:
+                self._pass_on()
+                if self.state is IDLE and self._link.current is connection:
+                    # The event that woke the I/O threads is spent: have the kernel tell of the worker's end again.
+                    self._io_threads.disarm(connection.stream.fileno())
             self.complete(read)
 
     # --- receiving ---
@@ -259,33 +257,42 @@ class ReplyReader:
         self.last_heard = time.monotonic()
         acknowledge = False
         for frame in frames:
-            acknowledge |= frame.is_large  # before its tensors are taken out of it
             slot = self.take(frame)
             if slot is not None:
                 read.append(slot)
-        self.flush(connection)
+            if frame.is_large:
+                acknowledge = True
+        if connection.outbox:
+            self.flush(connection)
         if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
             self.acknowledge(connection)
 
     def take(self, frame: Frame) -> Slot | None:
         """A frame came; the slot that the reader has to complete when it has handed on the reading."""
-        if frame.kind == FrameKind.NOTICE:
-            if type(frame.message) is Goodbye:
-                self._link.said_goodbye(frame.message.exited)
-            elif type(frame.message) is Exhausted:
-                self._link.exhausted = (time.monotonic(), frame.message.threads)
+        if frame.kind == NOTICE:
+            self._hear(frame.message)
             return None
-        self._received.append(frame.request_id)
-        slot = self._pending.take(frame.request_id)
+        number = frame.request_id
+        self._received.append(number)
+        slot = self._slots.pop(number, None)  # one step: who takes it out completes it
         if slot is None:
-            if self._pending.is_late(frame.request_id):
+            if self._pending.is_late(number):
                 for layer in self._runtime.layers:
                     layer.on_late_reply(frame, self._link.member.worker_id)
             return None
         if self._audit is not None:
             self._audit.came(self._link.member.name, frame.message, frame.payload, frame.tensors, slot.what())
         slot.frame = frame
+        slot.done = True  # before looking: a caller that will sleep makes its lock, then looks whether it is done
+        if slot.wake is None and trace.recorder is None:
+            return slot if slot.complete is not None else None
         return slot if self._finish(slot) else None
+
+    def _hear(self, message: AnyMessage) -> None:
+        if type(message) is Goodbye:
+            self._link.said_goodbye(message.exited)
+        elif type(message) is Exhausted:
+            self._link.exhausted = (time.monotonic(), message.threads)
 
     def flush(self, connection: Connection) -> None:
         """Send what waited to be sent together."""
@@ -303,9 +310,11 @@ class ReplyReader:
         named, or their replies would pile up at the worker."""
         received, self._received = self._received, []
         lowest = self._pending.lowest()
-        named = array.array("Q", [request_id for request_id in received if request_id >= lowest])
+        named = array.array("Q")
+        if received and max(received) >= lowest:
+            named.extend([request_id for request_id in received if request_id >= lowest])
         try:
-            connection.send(FrameKind.NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
+            connection.send(NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
             self._runtime.delayed_flush.within(LAZY, connection)
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self._link.member.name)

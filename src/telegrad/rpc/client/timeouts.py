@@ -5,20 +5,31 @@ A request that did not leave knows that itself. For one that was sent, the worke
 """
 
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from telegrad.errors import RpcTimeout
 from telegrad.rpc.client.pending import Slot
-
-if TYPE_CHECKING:
-    from telegrad.rpc.client.link import Link
+from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.workers import Member
 
 NOT_CONNECTED = "did not answer in that time: there is no connection to it yet"
 NOT_TAKEN = "has not taken in all of what was sent: it reads too slowly, is stopped, or the network is slow"
 ASK_SECONDS = 0.25  # at most, for what a worker says of a request
 
 
-def timeout_error(link: "Link", slot: Slot, where: str, ask: bool) -> RpcTimeout:
+class TimedLink(Protocol):
+    """What is asked of the link that a request went over."""
+
+    member: Member
+    number: int
+    runtime: Runtime
+    exhausted: tuple[float, int]  # when the worker last said that all its threads are taken, and how many
+
+    def last_sign(self) -> float:
+        """When something was last heard of the worker."""
+
+
+def timeout_error(link: TimedLink, slot: Slot, where: str, ask: bool) -> RpcTimeout:
     """The error of a request; `where` says what is known without asking."""
     if not where and ask:
         where = _ask(link, slot)
@@ -35,7 +46,7 @@ def timeout_error(link: "Link", slot: Slot, where: str, ask: bool) -> RpcTimeout
     )
 
 
-def _ask(link: "Link", slot: Slot) -> str:
+def _ask(link: TimedLink, slot: Slot) -> str:
     layers = link.runtime.layers
     if layers.whereabouts is None or not slot.resend or not layers.is_work(type(slot.resend[0])):
         return ""  # what Telegrad asks for itself, such as this very question, is not asked after

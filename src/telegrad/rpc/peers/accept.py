@@ -12,13 +12,12 @@ import contextlib
 import functools
 import logging
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from telegrad.errors import AuthenticationError, TelegradError
+from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.peers.dial import HANDSHAKE_SECONDS, lane_over, stream_over
 from telegrad.rpc.threads.io_threads import IoThreads
@@ -31,6 +30,7 @@ from telegrad.transport.handshake import Hello, ListenerHandshake, Welcome
 from telegrad.transport.memory import MemoryListener
 from telegrad.transport.stream import receive_lane
 from telegrad.transport.tls import TlsEnds, check_name
+from telegrad.transport.tls_stream import TlsSocket
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -46,7 +46,7 @@ class Caller(NamedTuple):
     """What is known of a caller beside what it says: the kernel's word, and its certificate's."""
 
     process: Credentials | None
-    certificate: ssl.SSLSocket | None  # the connection it was shown on, where certificates name workers
+    certificate: TlsSocket | None  # the connection it was shown on, where certificates name workers
 
 
 class _HalfOpen:
@@ -55,12 +55,12 @@ class _HalfOpen:
     __slots__ = ("encrypting", "handshake", "process", "since", "sock", "turn")
 
     def __init__(
-        self, sock: socket.socket, handshake: ListenerHandshake, process: Credentials | None, encrypting: bool
+        self, sock: socket.socket | TlsSocket, handshake: ListenerHandshake, process: Credentials | None
     ) -> None:
         self.sock = sock
         self.handshake = handshake
         self.process = process
-        self.encrypting = encrypting  # TLS is still to be agreed on
+        self.encrypting = isinstance(sock, TlsSocket)  # TLS is still to be agreed on
         self.since = time.monotonic()
         self.turn = threading.Lock()  # of the thread that reads it
 
@@ -120,22 +120,22 @@ class Acceptor:
         if listener.fileno() >= 0:
             self._io_threads.arm(listener.fileno())
 
-    def _begin(self, sock: socket.socket) -> None:
-        process = credentials_of(sock)
+    def _begin(self, accepted: socket.socket) -> None:
+        process = credentials_of(accepted)
         if process is not None and not process.is_trusted_user:
-            sock.close()
+            accepted.close()
             self._warnings.warning("refused a process of another user (uid %d, process %d)", process.uid, process.pid)
             return
         if len(self._half_open) >= MAX_HALF_OPEN:
             self._make_room()
-        sock.setblocking(False)
-        encrypts = self._tls is not None and sock.family in (socket.AF_INET, socket.AF_INET6)
+        accepted.setblocking(False)
+        sock: socket.socket | TlsSocket = accepted
         binding = b""
-        if encrypts and self._tls is not None:
-            sock = self._tls.wrap_accepted(sock)
+        if self._tls is not None and accepted.family in (socket.AF_INET, socket.AF_INET6):
+            sock = self._tls.wrap_accepted(accepted)
             binding = self._tls.fingerprint
         fd = sock.fileno()
-        self._half_open[fd] = _HalfOpen(sock, ListenerHandshake(self._secret, binding), process, encrypts)
+        self._half_open[fd] = _HalfOpen(sock, ListenerHandshake(self._secret, binding), process)
         self._io_threads.register(fd, lambda: self._proceed(fd), armed=True)
         if not self._sweeping:
             self._sweeping = True
@@ -175,8 +175,7 @@ class Acceptor:
         """Read what there is; True if more has to come."""
         sock, handshake = entry.sock, entry.handshake
         try:
-            if entry.encrypting:
-                assert isinstance(sock, ssl.SSLSocket)
+            if entry.encrypting and isinstance(sock, TlsSocket):
                 sock.do_handshake()
                 entry.encrypting = False
             while handshake.hello is None:
@@ -189,7 +188,7 @@ class Acceptor:
                     sock.send(answer)  # fixed small size: fits the empty send buffer
             if self._half_open.get(fd) is entry:  # else another thread finished it
                 self._finish(fd, entry, handshake.hello)
-        except (BlockingIOError, ssl.SSLWantReadError):
+        except BlockingIOError:
             return True
         except (TelegradError, OSError, ValueError) as error:
             if isinstance(error, AuthenticationError) and handshake.hello is not None:
@@ -200,18 +199,20 @@ class Acceptor:
 
     def _finish(self, fd: int, entry: "_HalfOpen", hello: Hello) -> None:
         sock, handshake = entry.sock, entry.handshake
-        named = self._tls is not None and self._tls.named and isinstance(sock, ssl.SSLSocket)
-        if named and isinstance(sock, ssl.SSLSocket):
-            check_name(sock, hello.name)
+        encrypted = sock if isinstance(sock, TlsSocket) else None
+        if encrypted is not None and self._tls is not None and self._tls.named:
+            check_name(encrypted, hello.name)
         lane_socket = None
         if hello.shared_memory:
+            if isinstance(sock, TlsSocket):
+                raise ProtocolError("it promises a lane for descriptors, which TLS has none of")
             try:
                 lane_socket = receive_lane(sock)
             except BlockingIOError:  # it is on its way
                 sock.settimeout(1.0)
                 lane_socket = receive_lane(sock)
         try:
-            welcome = self._admit(hello, Caller(entry.process, sock if isinstance(sock, ssl.SSLSocket) else None))
+            welcome = self._admit(hello, Caller(entry.process, encrypted))
             sock.send(handshake.welcome(welcome))
         except BaseException:
             if lane_socket is not None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from telegrad.errors import AuthenticationError, ProtocolError, WorkerDied
-from telegrad.rpc.client.link import Dialled, Unanswered
+from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.peers.accept import Acceptor, Caller
 from telegrad.rpc.peers.dial import dial, main_fingerprint
 from telegrad.rpc.peers.heartbeat import REDIAL_SECONDS, cannot_answer
@@ -120,7 +120,7 @@ class Connector:
         if known is None or known.incarnation != hello.incarnation:
             peers.look_for_news()  # it was started, or started again, since the last look
             known = self._directory.by_id(hello.worker_id)
-        if known is not None and known.incarnation == hello.incarnation:
+        if known is not None:
             _check_identity(known, hello, caller)
         served = peers.session_for(hello)
         if served is None and len(peers.sessions()) >= MOST_SESSIONS:
@@ -146,7 +146,7 @@ def _check_identity(known: Member, hello: Hello, caller: Caller) -> None:
     """Raise if a caller is not the worker that it says it is: the secret alone proves no more than membership."""
     if known.name != hello.name:
         raise AuthenticationError(f"worker {hello.worker_id} is {known.name!r}, not {hello.name!r}")
-    process = caller.process
+    process = caller.process if known.incarnation == hello.incarnation else None
     if process is not None and known.pid and known.host == host_identity() and process.pid != known.pid:
         raise AuthenticationError(
             f"process {process.pid} says that it is worker {known.name!r}, which is process {known.pid}"

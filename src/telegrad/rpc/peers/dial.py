@@ -6,7 +6,6 @@ The other side is `accept.py`.
 import hashlib
 import os
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from telegrad.transport.connection import Connection
 from telegrad.transport.credentials import credentials_of
 from telegrad.transport.handshake import DiallerHandshake, Hello, Welcome
 from telegrad.transport.stream import Lane, SocketStream, make_lane_pair, pass_lane, receive_exactly
-from telegrad.transport.tls import TlsEnds, TlsStream, dialling_ends
+from telegrad.transport.tls import TlsEnds, dialling_ends
+from telegrad.transport.tls_stream import TlsSocket, TlsStream
 
 HANDSHAKE_SECONDS = 10.0
 
@@ -79,15 +79,16 @@ def _dial_address(
     tls: TlsEnds | None,
 ) -> tuple[Connection, Welcome]:
     left = max(0.1, min(deadline - time.monotonic(), HANDSHAKE_SECONDS))
-    sock = connect(address, left)
+    plain = connect(address, left)
+    sock: socket.socket | TlsSocket = plain
     ours: socket.socket | None = None
     try:
-        process = credentials_of(sock)
+        process = credentials_of(plain)
         if process is not None and not process.is_trusted_user:
             raise ConnectionRefusedError(f"a process of another user (uid {process.uid}) listens there")
         binding = b""
         if address.kind == TCP:
-            sock, binding = _encrypted(sock, member, options, tls)
+            sock, binding = _encrypted(plain, member, options, tls)
         handshake = DiallerHandshake(secret, binding)
         sock.sendall(handshake.opening)
         answer = receive_exactly(sock, handshake.opening_answer_bytes)
@@ -96,7 +97,7 @@ def _dial_address(
         if shares:
             ours, theirs = make_lane_pair()
             with theirs:
-                pass_lane(sock, theirs)
+                pass_lane(plain, theirs)
         code, length = handshake.verdict_length(receive_exactly(sock, handshake.verdict_header_bytes))
         welcome = handshake.verdict(code, receive_exactly(sock, length))
         if (welcome.worker_id, welcome.incarnation) != (member.worker_id, member.incarnation):
@@ -114,7 +115,7 @@ def _dial_address(
 
 def _encrypted(
     sock: socket.socket, member: Member, options: RpcBackendOptions, tls: TlsEnds | None
-) -> tuple[socket.socket, bytes]:
+) -> tuple[socket.socket | TlsSocket, bytes]:
     """A dialled connection with TLS on it if the worker has published a certificate, and that certificate."""
     if member.certificate:
         ends = dialling_ends() if tls is None else tls
@@ -124,9 +125,9 @@ def _encrypted(
     return sock, b""
 
 
-def stream_over(sock: socket.socket, kind: str, lane: Lane | None) -> SocketStream:
+def stream_over(sock: socket.socket | TlsSocket, kind: str, lane: Lane | None) -> SocketStream:
     """The stream over a socket that both sides have agreed on."""
-    return TlsStream(sock, kind) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, kind, lane)
+    return TlsStream(sock, kind) if isinstance(sock, TlsSocket) else SocketStream(sock, kind, lane)
 
 
 def lane_over(sock: socket.socket | None, agreed: bool) -> Lane | None:

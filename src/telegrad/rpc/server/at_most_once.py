@@ -43,19 +43,20 @@ class AtMostOnce:
         """The requests that run, those whose replies are kept, below which all are done, and which others are."""
         return tuple(self.running), tuple(self.replies), self.acknowledged, repr(self._forgotten)
 
-    def check(self) -> None:
-        """Raise ProtocolError if the caller lets replies pile up. One of ours says what it has after 256 of them."""
-        if len(self.replies) > MOST_KEPT or (self._has_forgotten and self._forgotten.count > MOST_KEPT):
-            raise ProtocolError(f"it has not acknowledged {len(self.replies)} replies; no more are kept for it")
-
     def take(self, request_id: int, kind: type) -> Reply | None:
-        """A request came: NEW if it is to be run now, its reply if that has to be sent again, None if neither."""
+        """A request came: NEW if it is to be run now, its reply if that has to be sent again, None if neither.
+
+        Raises ProtocolError if the caller lets replies pile up. One of ours says what it has after 256 of them."""
+        replies = self.replies
         with self._lock:  # the same request may come twice, from two connections, to two threads
             if request_id in self.running:
                 return None
-            reply = self.replies.get(request_id)
-            if reply is not None:
-                return reply
+            if replies:
+                reply = replies.get(request_id)
+                if reply is not None:
+                    return reply
+                if len(replies) > MOST_KEPT or self._forgotten.count > MOST_KEPT:
+                    raise ProtocolError(f"it has not acknowledged {len(replies)} replies; no more are kept for it")
             if request_id < self.acknowledged or (self._has_forgotten and request_id in self._forgotten):
                 return None
             self.running[request_id] = (kind, time.monotonic())
@@ -75,9 +76,10 @@ class AtMostOnce:
     def acknowledge(self, limit: int) -> None:
         """All replies below `limit` have arrived."""
         self.acknowledged = limit
-        for request_id in list(self.replies):  # a copy: other threads reply meanwhile
+        replies = self.replies
+        for request_id in tuple(replies):  # a copy: other threads reply meanwhile
             if request_id < limit:
-                self.replies.pop(request_id, None)
+                replies.pop(request_id, None)
         if self._has_forgotten:
             with self._lock:
                 self._forgotten.drop_below(limit)
@@ -93,10 +95,11 @@ class AtMostOnce:
 
     def is_news(self, notice_id: int) -> bool:
         """A notice came: whether it has not been taken before. One without a number always is."""
+        noticed = self._noticed
         with self._lock:
-            known = notice_id in self._noticed
+            known = notice_id in noticed
             if notice_id:
-                self._noticed[notice_id] = None
-                while len(self._noticed) > _REMEMBERED_NOTICES:
-                    del self._noticed[next(iter(self._noticed))]
+                noticed[notice_id] = None
+                if len(noticed) > _REMEMBERED_NOTICES:
+                    del noticed[next(iter(noticed))]
         return not known

@@ -3,6 +3,7 @@
 One that returns a coroutine, or is marked to return a Future, is answered when that is done; no thread waits for it.
 """
 
+import contextlib
 import contextvars
 import functools
 import threading
@@ -17,9 +18,10 @@ from telegrad.rpc.layer import Layer, Layers, Served
 from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.event_loop import EventLoop, Failure, Result
-from telegrad.wire.codec import is_flat, pack_flat, unpack
+from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_flat
 from telegrad.wire.messages import CancelCall, PythonCall, PythonRemoteCall, PythonReply
 
+_NO_SCOPE = contextlib.nullcontext()
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
 
 
@@ -77,27 +79,20 @@ class CallService(Layer):
             except BaseException:
                 discard(self._layers, request.caller, frame.payload, tensors)
                 raise
-        payload = frame.payload
-        value = (
-            unpack(payload, tensors)
-            if is_flat(payload)
-            else unpack_from(self._layers, request.caller, payload, tensors)
-        )
+        value = unpack_flat(frame.payload, tensors)
+        if value is NOT_FLAT:
+            value = unpack_from(self._layers, request.caller, frame.payload, tensors)
         if number:
             args, kwargs = value
         else:
             func, args, kwargs = value
         # Nothing but the function itself may hold its arguments, so that their memory goes back as soon as it lets go.
         frame.payload = b""
-        del tensors, payload, value
-        if request.session.cancellations is not None:
-            request.session.cancellations.check(frame.request_id)
-        if request.scope is None:
-            result = func(*args, **kwargs)
-            if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
-                return Later(self, func, result)
-            return result
-        with request.scope():
+        del tensors, value
+        cancellations = request.session.cancellations
+        if cancellations is not None:
+            cancellations.check(frame.request_id)
+        with request.scope() if request.scope is not None else _NO_SCOPE:
             result = func(*args, **kwargs)
             if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
                 return Later(self, func, result)

@@ -5,43 +5,29 @@ finds it stuck, the turn goes to another thread, which serves the requests that 
 arrived together leave together.
 
 A request is run at most once (`at_most_once.py`): one that comes again over a new connection is answered from memory,
-or left to the thread that is still running it.
+or left to the thread that is still running it. The replies are in `answers.py`.
 """
 
 import logging
-import threading
-import time
 from collections import deque
 from typing import Any, Protocol
 
 from telegrad import trace
 from telegrad.cuda import order
 from telegrad.errors import ProtocolError
-from telegrad.rpc.devices import Placement
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
-from telegrad.rpc.server.at_most_once import NEW, AtMostOnce, Reply
-from telegrad.rpc.server.cancellation import Cancellations
+from telegrad.rpc.server.answers import MOST_RUNNING, Answers
+from telegrad.rpc.server.at_most_once import NEW
 from telegrad.rpc.server.function_table import FunctionTable
-from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import Frame, FrameKind
-from telegrad.wire.messages import (
-    Ack,
-    AnyMessage,
-    Goodbye,
-    Ping,
-)
+from telegrad.wire.frames import NOTICE, REQUEST, Frame
+from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Goodbye, Ping
 
 log = logging.getLogger("telegrad.rpc")
-
-# Requests of one caller that are taken and not answered. Those that occupy a thread are limited by the pool; this
-# bounds the others, coroutines and functions that return futures, and what they hold.
-MOST_RUNNING = 4096
-_LOOK_SECONDS = 0.001
 
 _MOST_DEFERRED = 16
 
@@ -59,8 +45,10 @@ class SessionEvents(Protocol):
         """The caller leaves on purpose."""
 
 
-class Session:
+class Session(Answers):
     """Requests of one incarnation of one worker, over one of its links."""
+
+    _turn: "SessionTurn | None"
 
     def __init__(
         self,
@@ -71,56 +59,23 @@ class Session:
         number: int = 0,
         ticket: bytes = b"",
     ) -> None:
-        self._runtime = runtime
+        super().__init__(runtime, member)
         self._io_threads = runtime.io_threads
         self._events = events
-        self._layers = runtime.layers
         self._served = runtime.layers.served
-        self.info, self.options = runtime.info, runtime.options
         self.ticket = ticket  # whoever goes on with this session over another connection must show it
-        self.member = member
         self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value
-        self.plain, self.audit = runtime.layers.plain, runtime.layers.audit
         self.functions = FunctionTable(member.name, exports_only=self.plain)
-        self.connection: Connection | None = None
-        self._lock = threading.Lock()
-        self._turn: SessionTurn | None = None
-        self._inbox: deque[Frame] = deque()
         self._deferred: deque[Frame] = deque()  # notices to be served when no request waits
-        self.requests = AtMostOnce()
-        self.cancellations: Cancellations | None = None  # made when it is first needed
-        self.paused = False  # so much is running that no more is read
-        self._holds = False  # whether a reply waits for those of the requests behind it
         self._spinner = Spinner()
 
     def __repr__(self) -> str:
         return f"<Session of {self.member.name!r}: {self.running} running>"
 
-    @property
-    def running(self) -> int:
-        """Requests that were taken and not yet answered."""
-        return len(self.requests.running)
-
-    def under_way(self) -> list[str]:
-        """What is being served, in words; those who wait at a barrier are not served but waited for."""
-        name = self.member.name
-        is_work = self._layers.is_work
-        served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if is_work(kind)]
-        return served + [f"an answer to worker {name!r}"] * len(self.requests.answering)
-
-    @property
-    def placement(self) -> Placement:
-        """Where tensors go on other workers."""
-        return self._runtime.placement
-
-    def served(self) -> list[tuple[type, float]]:
-        """The messages of the requests being served, and since when."""
-        return list(self.requests.running.values())
-
     def waiting_requests(self) -> list[Frame]:
         """Those that have come and not begun."""
-        return [frame for frame in list(self._inbox) if frame.kind == FrameKind.REQUEST]
+        return [frame for frame in list(self._inbox) if frame.kind == REQUEST]
 
     def attach(self, connection: Connection) -> None:
         """Serve this connection, the first one or one that replaces a lost one."""
@@ -161,7 +116,11 @@ class Session:
                 frame = inbox.popleft()
                 turn.count += 1
                 turn.frame = frame
-                self.take(frame)
+                try:
+                    self.take(frame)
+                except ProtocolError as error:
+                    self._break_off(connection, error)
+                    return
                 with self._lock:
                     turn.frame = None
                     if self._turn is not turn:
@@ -170,19 +129,16 @@ class Session:
                 turn.give_up()
                 return
             try:
-                # Looked at before it is read: usually nothing is there yet, and reading would raise that.
-                if not connection.stream.readable(0):
+                if (self._holds or self._deferred) and not connection.stream.readable(0):
                     if self._holds:
                         self._flush(connection)
                     if self._deferred:
                         self.serve_deferred()
-                    if not self._spinner.wait(connection.stream.readable, self._io_threads, 1):
-                        turn.give_up()
-                        return
-                self.requests.check()
+                # Looked at before it is read: usually nothing is there yet, and reading would raise that.
+                if not self._spinner.wait(connection.stream.readable, self._io_threads, 1):
+                    turn.give_up()
+                    return
                 frames = connection.receive()
-                if frames:
-                    self._note_definitions(frames)
             except (OSError, ValueError):
                 frames = None
             except ProtocolError as error:
@@ -194,14 +150,6 @@ class Session:
             if trace.recorder is not None:
                 trace.recorder.arrived(frames)
             inbox.extend(frames)
-
-    def _note_definitions(self, frames: list[Frame]) -> None:
-        for frame in frames:
-            call: Any = frame.message
-            while (inner := getattr(call, "call", None)) is not None:  # a message that wraps a call has it within
-                call = inner
-            if getattr(call, "definition", b""):
-                self.functions.note(call)
 
     def serve_deferred(self) -> None:
         """Serve the notices that waited until no request does."""
@@ -217,20 +165,21 @@ class Session:
         if trace.recorder is not None and request.frame.read_at:
             trace.recorder.serve(request, self.serve)
             return
-        served = self._served.get(type(request.message))
+        message = request.message
+        served = self._served.get(type(message))
         try:
             before = self._layers.before_serving
-            if before is not None and request.message is request.frame.message:  # once: a layer unwraps and serves on
+            if before is not None and message is request.frame.message:  # once: a layer unwraps and serves on
                 before(request)
             if served is None:
-                raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
-            if served.counts_as_work:
+                raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(message).__name__}")
+            handler, _, counts_as_work = served
+            if counts_as_work:
                 self._runtime.calls_served += 1
-            if order.active and served.counts_as_work and not request.on_lane:
-                request.on_lane = True  # once: a layer unwraps and serves on
-                order.run(served.handler, request, request.frame.arrived)
-            else:
-                served.handler(request)
+                if order.active:
+                    order.run(handler, request, request.frame.arrived)
+                    return
+            handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
             request.fail(error)
 
@@ -287,95 +236,41 @@ class Session:
             turn.give_up()
 
     def take(self, frame: Frame) -> None:
-        """Serve one frame of the caller."""
+        """Serve one frame of the caller. ProtocolError if it asks for more than it may."""
         requests = self.requests
         if frame.ack > requests.acknowledged:
             requests.acknowledge(frame.ack)
-        if frame.kind == FrameKind.NOTICE:
-            if type(frame.message) is Ping:
-                self._send((FrameKind.NOTICE, 0, Ping()))
-            elif type(frame.message) is Goodbye:
-                self._events.caller_said_goodbye(self.member, frame.message.exited)
-            elif type(frame.message) is Ack:  # it has said most by its header
-                requests.acknowledge_named(_numbers(frame.payload))
-            elif requests.is_news(frame.request_id):
-                # Such a notice came with the next request, which should not wait for it.
-                if self._layers.is_deferrable(type(frame.message)) and len(self._deferred) < _MOST_DEFERRED:
-                    self._deferred.append(frame)
-                else:
-                    self.serve(Request(self, frame))
+        message = frame.message
+        if frame.kind == NOTICE:
+            self._take_notice(frame, message)
             return
-        reply = requests.take(frame.request_id, type(frame.message))
+        # A function is defined before anything else, in the order of arrival: the next call may have its number alone
+        # and run first, in another thread, and this one may be refused.
+        call: Any = message
+        while type(call) in WITH_A_CALL:
+            call = call.call
+        if type(call) in DEFINING and call.definition:
+            self.functions.note(call)
+        reply = requests.take(frame.request_id, type(message))
         if reply is NEW:
             self.serve(Request(self, frame))
         elif reply is not None:
             self._send_again(reply)
 
-    # --- replying ---
-
-    def reply(self, kind: FrameKind, request_id: int, *content: Any, lazy: bool = False) -> None:
-        """Answer a request. If the connection is lost, the caller asks again and is answered from memory.
-
-        A lazy answer, one that nobody is waiting for, goes with the next one."""
-        requests = self.requests
-        reply = (kind, request_id, *content)
-        requests.answer(request_id, reply)
-        if trace.recorder is not None:
-            trace.recorder.replied(self, request_id, kind, content)
-        try:
-            if self.paused:
-                self._resume()
-            encoded = self._send(reply, lazy)
-            if encoded is not None:  # a larger one is acknowledged by the caller at once
-                requests.shorten(request_id, encoded)
-        finally:
-            requests.answering.pop(request_id, None)
-            if self.cancellations is not None:
-                self.cancellations.forget(request_id)
-
-    def cancelling(self) -> Cancellations:
-        """What was cancelled of the requests here."""
-        with self._lock:
-            if self.cancellations is None:
-                self.cancellations = Cancellations()
-            return self.cancellations
-
-    def _send(self, frame: Reply, lazy: bool = False) -> bytes | None:
-        """Send what `Connection.send` takes, less the ack: kind, request id, message, and what goes with it."""
-        connection = self.connection
-        if connection is None:
-            return None
-        hold = bool(self._inbox) and local.turn is not None and local.turn is self._turn
-        if hold:
-            self._holds = True
-        elif lazy:
-            self._runtime.delayed_flush.within(LAZY, connection)
-            hold = True
-        deadline = time.monotonic() + self.options.limits.patience if self.plain else None
-        try:
-            return connection.send(frame[0], frame[1], 0, *frame[2:], deadline=deadline, hold=hold)
-        except (OSError, ValueError):
-            log.debug("a reply to %s waits for its next connection", self.member.name)
-            return None
-
-    def _flush(self, connection: Connection) -> None:
-        """Write the replies that waited for others; lazy ones have their own time."""
-        self._holds = False
-        connection.flush()
-
-    def _send_again(self, reply: Reply) -> None:
-        connection = self.connection
-        if connection is None:
-            return
-        if len(reply) > 1:
-            if order.active:
-                order.synchronize()  # this thread's streams are not those the result was made on
-            self._send(reply)
-            return
-        try:
-            connection.send_encoded(reply[0])
-        except (OSError, ValueError):
-            log.debug("a reply to %s waits for its next connection", self.member.name)
+    def _take_notice(self, frame: Frame, message: AnyMessage) -> None:
+        if type(message) is Ping:
+            self._send((NOTICE, 0, Ping()))
+        elif type(message) is Goodbye:
+            self._events.caller_said_goodbye(self.member, message.exited)
+        elif type(message) is Ack:  # it has said most by its header
+            self.requests.acknowledge_named(_numbers(frame.payload))
+        elif self.requests.is_news(frame.request_id):
+            # Such a notice came with the next request, which should not wait for it.
+            served = self._served.get(type(message))
+            if served is not None and served.deferrable and len(self._deferred) < _MOST_DEFERRED:
+                self._deferred.append(frame)
+            else:
+                self.serve(Request(self, frame))
 
     # --- the end ---
 
@@ -404,42 +299,6 @@ class Session:
             if not connection.closed:  # once only: the number of its descriptor may be another's by now
                 self._io_threads.forget(connection.stream.fileno())
                 connection.close()
-
-    def tidy(self, before: float) -> None:
-        """Return memory that has been idle since `before`."""
-        connection = self.connection
-        if connection is not None:
-            connection.tidy(before)
-
-    def ping(self, message: AnyMessage) -> None:
-        """The timer: let the caller know that this worker lives, though it reads nothing at the moment."""
-        connection = self.connection
-        if connection is not None:
-            try:
-                connection.send(FrameKind.NOTICE, 0, 0, message, deadline=time.monotonic())
-            except (OSError, ValueError):
-                log.debug("%s could not be told that this worker lives", self.member.name)
-
-    def deliver(self, deadline: float) -> None:
-        """See to it that what was answered reaches the caller's host, if that takes it in before the deadline."""
-        connection = self.connection
-        if connection is None:
-            return
-        try:
-            connection.flush(deadline)
-            while not connection.closed and not connection.stream.delivered and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS)
-        except (OSError, ValueError):
-            log.debug("%s does not read its last answers", self.member.name)
-
-    def farewell(self, message: AnyMessage) -> None:
-        """Tell the caller that this worker leaves, if it can be told without waiting."""
-        connection = self.connection
-        if connection is not None:
-            try:
-                connection.send(FrameKind.NOTICE, 0, 0, message, deadline=0.0)
-            except (OSError, ValueError):
-                log.debug("%s could not be told goodbye", self.member.name)
 
     def close(self) -> None:
         """Stop serving; what is running goes on, its reply is dropped."""

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import CallRefused
-from telegrad.ids import worker_of
+from telegrad.ids import worker_id_of, worker_of
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request
 from telegrad.rpc.trust.audit import Audit
@@ -19,6 +19,7 @@ from telegrad.wire.messages import (
     Ack,
     Barrier,
     BeginPass,
+    CancelCall,
     CleanupAutogradContext,
     DialBack,
     ParticipantDied,
@@ -43,23 +44,11 @@ if TYPE_CHECKING:
     from telegrad.rpc.workers import Member
 
 # Needs no rule of its own: it concerns what the sender has here already, or nothing.
-_FREE = frozenset(
-    {
-        AbortPass,
-        Ack,
-        Barrier,
-        CleanupAutogradContext,
-        DialBack,
-        ParticipantDied,
-        Ping,
-        RRefAck,
-        RRefChildAccept,
-        RRefCreationFailed,
-        RRefFlush,
-        RRefFlushed,
-        TooLateForPass,
-    }
-)
+_FREE = frozenset({Ack, Barrier, CancelCall, DialBack, Ping, RRefAck, RRefChildAccept, RRefUserDelete})
+# About a context, from one that has a part in it; nothing is done where there is no such context.
+_ABOUT_CONTEXTS = frozenset({AbortPass, CleanupAutogradContext, ParticipantDied, TooLateForPass})
+# The same, and this worker must have a part in it, too.
+_OVER_CONTEXTS = frozenset({BeginPass, PropagateGradients, RRefBackward})
 
 
 class ContextHolder(Layer):
@@ -67,6 +56,18 @@ class ContextHolder(Layer):
 
     def get(self, context_id: int) -> Any:
         """The context of that id, or None if this worker has no part in it."""
+
+    def has_part(self, context_id: int, worker_id: int) -> bool:
+        """Whether a worker is known to have a part in a context that is known here."""
+        raise NotImplementedError
+
+
+class ReferenceHolder(Layer):
+    """What the guard asks the layer of references, which derives from this."""
+
+    def keeps(self, rref_id: int) -> bool:
+        """Whether the value of a reference is kept here."""
+        raise NotImplementedError
 
 
 class _Peer:
@@ -102,15 +103,16 @@ class Guard:
             self._check_call(peer, request, message.call)
         elif type(message) in (PythonCall, PythonRemoteCall, RRefFetch):
             self._check_call(peer, request, message)
-        elif type(message) is PropagateGradients:
-            self._check_part(message.metadata.context_id)  # that it answers a message sent from here, the engine checks
-        elif type(message) in (BeginPass, RRefBackward):
-            self._check_part(message.context_id)  # type: ignore[union-attr] # both have one
-            if type(message) is RRefBackward:
-                _check_own(message.rref_id, caller)
-        elif type(message) is RRefUserDelete:
-            with self._lock:
-                peer.references.difference_update(rref_id for rref_id, _ in message.forks)
+        elif type(message) in _OVER_CONTEXTS or type(message) in _ABOUT_CONTEXTS:
+            self._check_part(message, caller)  # that gradients answer a message sent from here, the engine checks
+        elif type(message) is RRefCreationFailed:  # keeps an error, as a call would
+            self._check_reference(peer, message.rref_id, caller)
+        elif type(message) is RRefFlush:
+            if self._agent.directory.by_id(worker_id_of(message.dead)) is None:
+                raise CallRefused("rule 'own references': it asks about a worker that is not known here")
+        elif type(message) is RRefFlushed:
+            if message.forks:
+                raise CallRefused("rule 'own references': references are not passed on here")
         elif type(message) not in _FREE:
             raise CallRefused(f"rule 'exports only': a {type(message).__name__} is not served here")
 
@@ -124,6 +126,8 @@ class Guard:
     def _check_call(self, peer: _Peer, request: Request, call: Any) -> None:
         if type(call) is RRefFetch:
             _check_own(call.rref_id, request.caller)
+            if call.rref_id not in peer.references:  # or it would be waited for, as one that is still to be made
+                raise CallRefused(f"rule 'own references': nothing is kept for you as reference {call.rref_id}")
             return
         if type(call) not in (PythonCall, PythonRemoteCall):
             raise CallRefused(f"rule 'exports only': a {type(call).__name__} is not served here")
@@ -133,11 +137,18 @@ class Guard:
         else:
             raise CallRefused("rule 'exports only': a function came by value; call exported names alone")
         if type(call) is PythonRemoteCall:
-            _check_own(call.rref_id, request.caller)
-            with self._lock:
-                if len(peer.references) >= self.limits.references:
-                    raise CallRefused(f"rule 'references': {self.limits.references} results are kept for you already")
-                peer.references.add(call.rref_id)
+            self._check_reference(peer, call.rref_id, request.caller)
+
+    def _check_reference(self, peer: _Peer, rref_id: int, caller: "Member") -> None:
+        _check_own(rref_id, caller)
+        holder = self._agent.layers.find(ReferenceHolder)
+        with self._lock:
+            if len(peer.references) >= self.limits.references and holder is not None:
+                # Whether one is gone the ledger knows: that its holder says so is not enough.
+                peer.references = {known for known in peer.references if holder.keeps(known)}
+            if len(peer.references) >= self.limits.references:
+                raise CallRefused(f"rule 'references': {self.limits.references} results are kept for you already")
+            peer.references.add(rref_id)
 
     def _check_context_count(self, peer: _Peer, context_id: int) -> None:
         if context_id in peer.contexts:
@@ -149,9 +160,18 @@ class Guard:
                 raise CallRefused(f"rule 'contexts': {self.limits.contexts} contexts of yours are open here")
             peer.contexts.add(context_id)
 
-    def _check_part(self, context_id: int) -> None:
-        if not self._has_part(context_id):
-            raise CallRefused(f"rule 'own contexts': this worker has no part in context {context_id}")
+    def _check_part(self, message: Any, caller: "Member") -> None:
+        """A message about a context: both have a part in it, or it is refused."""
+        metadata = getattr(message, "metadata", message)
+        context_id = metadata.context_id
+        holder = self._agent.layers.find(ContextHolder)
+        if holder is None or holder.get(context_id) is None:
+            if type(message) in _OVER_CONTEXTS:
+                raise CallRefused(f"rule 'own contexts': this worker has no part in context {context_id}")
+        elif not holder.has_part(context_id, caller.worker_id):
+            raise CallRefused(f"rule 'own contexts': worker {caller.name!r} has no part in context {context_id}")
+        if type(message) is RRefBackward:
+            _check_own(message.rref_id, caller)
 
     def _has_part(self, context_id: int) -> bool:
         holder = self._agent.layers.find(ContextHolder)

@@ -3,22 +3,24 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 
 class TokenBucket:
     """Allows `rate` a second, and a burst of `burst` after a pause."""
 
-    def __init__(self, rate: float, burst: float) -> None:
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate = rate
         self._burst = burst
         self._tokens = burst
-        self._since = time.monotonic()
+        self._clock = clock
+        self._since = clock()
         self._lock = threading.Lock()
 
     def take(self) -> bool:
         """Whether one more is allowed now; it counts then."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             self._tokens = min(self._burst, self._tokens + (now - self._since) * self.rate)
             self._since = now
             if self._tokens < 1.0:

@@ -42,6 +42,11 @@ class UserLedger:
         self._dead: set[PeerId] = set()
         self._asked: dict[PeerId, set[PeerId]] = {}  # not yet known here to be dead -> owners that want to hear
 
+    @property
+    def deaths(self) -> int:
+        """How many dead workers are remembered, or asked about."""
+        return len(self._dead) + len(self._asked)
+
     # My handles
 
     def create(self, rref_id: RRefId, fork_id: ForkId, owner: PeerId) -> Actions:

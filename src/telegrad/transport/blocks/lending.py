@@ -167,7 +167,8 @@ class Lender:
         if not self.untold:
             return ()
         with self._lock:
-            numbers, self.untold = tuple(self.untold), []
+            numbers = tuple(self.untold)
+            self.untold.clear()
         return numbers
 
     def close(self) -> None:

@@ -65,10 +65,14 @@ def checked_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return nbytes
 
 
+def check_flags(dtype: torch.dtype, flags: int) -> None:
+    if flags & _REQUIRES_GRAD and not (dtype.is_floating_point or dtype.is_complex):
+        raise ProtocolError(f"a tensor of {dtype} is said to require gradients, which only floating ones can")
+
+
 def finish(tensor: Tensor, flags: int) -> Tensor:
     requires_grad = bool(flags & _REQUIRES_GRAD)
-    if requires_grad and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
-        raise ProtocolError(f"a tensor of {tensor.dtype} is said to require gradients, which only floating ones can")
+    check_flags(tensor.dtype, flags)
     if flags & _PARAMETER:
         return Parameter(tensor, requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor

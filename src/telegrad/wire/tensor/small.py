@@ -3,22 +3,22 @@
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from ctypes import string_at
 from typing import Any
 
 import torch
-from torch import Tensor, frombuffer
+from torch import Tensor, frombuffer, strided
 from torch.nn import Parameter
 
 from telegrad.errors import ProtocolError
-from telegrad.wire.tensor.assembly import checked_size, dtype_of, finish
+from telegrad.wire.tensor.assembly import check_flags, checked_size, dtype_of, finish
 from telegrad.wire.tensor.specs import DTYPE_CODES, NO_SEGMENT, QUANTIZED_DTYPES, Flag, TensorSpec
 
 MOST_BYTES = 16 * 1024  # of all tensors of one message
 
 _ALIGNMENT = 16
-_PADDING = bytes(_ALIGNMENT)
 # Those whose memory alone says everything: no conjugate bit, no quantizer.
 PLAIN_CODES = {d: code for d, code in DTYPE_CODES.items() if not d.is_complex and d not in QUANTIZED_DTYPES}
 # Plain ints: arithmetic on enums costs a microsecond.
@@ -26,54 +26,51 @@ _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
 _PARAMETER = int(Flag.PARAMETER)
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its elements one after another in host memory, and nothing else but a dtype and a shape."""
-    cls = type(tensor)
-    return (
-        (cls is Tensor or cls is Parameter)
-        and tensor.layout is torch.strided
-        and tensor.is_cpu
-        and not tensor.is_nested
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    )
-
-
 def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] | None:
     """Specs and a copy of all bytes, if these are few, contiguous, on the CPU, and no two tensors share memory."""
-    specs: list[TensorSpec] = []
-    pieces: list[bytes] = []
-    left = MOST_BYTES
     try:
+        if len(tensors) == 1:
+            found = _describe(tensors[0])
+            return None if found is None else ([found[0]], found[1])
+        specs: list[TensorSpec] = []
+        data = b""
         for tensor in tensors:
-            if not is_plain(tensor):
+            found = _describe(tensor)
+            if found is None:
                 return None
-            nbytes = tensor.nbytes
-            left -= nbytes
-            address = tensor.data_ptr()
-            spec = _spec(tensor.dtype, tensor.shape, tensor.requires_grad, type(tensor) is Parameter)
-            if left < 0 or not address or not nbytes or spec is None:
-                return None
+            spec, raw, padding = found
             specs.append(spec)
-            pieces.append(string_at(address, nbytes))
-            if nbytes % _ALIGNMENT:
-                pieces.append(_PADDING[nbytes % _ALIGNMENT :])
+            data += raw + padding
+            if len(data) > MOST_BYTES:
+                return None
     except RuntimeError:
         return None  # torch refused to show this tensor's memory; the general way tells why
-    if len(specs) == 1:
-        return specs, pieces[0]
     if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(specs):
         return None
-    return specs, b"".join(pieces)
+    return specs, data
+
+
+def _describe(tensor: Tensor) -> tuple[TensorSpec, bytes, bytes] | None:
+    """The spec and the bytes of one tensor, and what goes between it and the next."""
+    if tensor.layout is not strided or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+        return None
+    # The shape of a nested tensor cannot be asked for, so such a one ends here.
+    form = _small_form(type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad)
+    address = tensor.data_ptr()
+    return (form[0], string_at(address, form[1]), form[2]) if form is not None and address else None
 
 
 @functools.lru_cache(maxsize=4096)
-def _spec(dtype: torch.dtype, shape: torch.Size, requires_grad: bool, is_parameter: bool) -> TensorSpec | None:
+def _small_form(
+    cls: type, dtype: torch.dtype, shape: torch.Size, requires_grad: bool
+) -> tuple[TensorSpec, int, bytes] | None:
+    """The spec of a contiguous tensor, its bytes, and what goes between it and the next; None if it is not plain."""
     code = PLAIN_CODES.get(dtype)
-    if code is None:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if code is None or (cls is not Tensor and cls is not Parameter) or not 0 < nbytes <= MOST_BYTES:
         return None
-    flags = _REQUIRES_GRAD * requires_grad | _PARAMETER * is_parameter
-    return TensorSpec(0, code, tuple(shape), (), 0, NO_SEGMENT, flags)
+    flags = _REQUIRES_GRAD * requires_grad | _PARAMETER * (cls is Parameter)
+    return TensorSpec(0, code, tuple(shape), (), 0, NO_SEGMENT, flags), nbytes, bytes(-nbytes % _ALIGNMENT)
 
 
 def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[Tensor]:
@@ -84,21 +81,25 @@ def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[T
     tensors: list[Tensor] = []
     present = len(data)
     for spec in specs:
-        dtype, count, nbytes, shape, flags = _plain_form(spec)
+        dtype, count, nbytes, taken, shape, flags = _plain_form(spec)
         if offset + nbytes > present:
             raise ProtocolError(f"a tensor of {nbytes} bytes begins at byte {offset} of {present}")
         tensor = frombuffer(data, dtype=dtype, count=count, offset=offset)
         if shape is not None:
             tensor.resize_(shape)  # same size: only the shape changes
-        tensors.append(finish(tensor, flags) if flags else tensor)
-        offset += nbytes + -nbytes % _ALIGNMENT
+        if flags == _REQUIRES_GRAD:
+            tensor.requires_grad_()
+        elif flags:
+            tensor = finish(tensor, flags)
+        tensors.append(tensor)
+        offset += taken
     return tensors
 
 
 @functools.lru_cache(maxsize=4096)
-def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, torch.Size | None, int]:
-    """The dtype, the number of elements and of bytes, the shape unless that is one dimension, and the flags of a tensor
-    that `describe_small` could have described."""
+def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, int, torch.Size | None, int]:
+    """The dtype, the number of elements, of bytes, and of those with what goes before the next tensor, the shape unless
+    that is one dimension, and the flags of a tensor that `describe_small` could have described."""
     dtype = dtype_of(spec.dtype)
     nbytes = checked_size(spec.shape, dtype)
     general = TensorSpec(0, spec.dtype, spec.shape, (), 0, NO_SEGMENT, spec.flags)
@@ -106,5 +107,6 @@ def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, torch.Size | N
         raise ProtocolError(f"the bytes of a tensor came in the plainest form, which cannot hold it: {spec}")
     if not 0 <= spec.flags <= _REQUIRES_GRAD | _PARAMETER:
         raise ProtocolError(f"unknown flags {spec.flags:#x} of a tensor")
+    check_flags(dtype, spec.flags)
     shape = torch.Size(spec.shape) if len(spec.shape) != 1 else None
-    return dtype, nbytes // dtype.itemsize, nbytes, shape, spec.flags
+    return dtype, nbytes // dtype.itemsize, nbytes, nbytes + -nbytes % _ALIGNMENT, shape, spec.flags

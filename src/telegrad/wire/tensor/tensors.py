@@ -18,7 +18,7 @@ from telegrad.errors import SerializationError
 from telegrad.wire.tensor.assembly import Assembly, finish
 from telegrad.wire.tensor.on_device import describe_on_device, rebuild_on_device, simple_form
 from telegrad.wire.tensor.segments import Segment, contiguous_strides, cover_storage, segment_bytes, segment_view
-from telegrad.wire.tensor.small import PLAIN_CODES, describe_small, is_plain
+from telegrad.wire.tensor.small import PLAIN_CODES, describe_small
 from telegrad.wire.tensor.specs import (
     COMPRESSED_KINDS,
     DTYPE_CODES,
@@ -42,6 +42,19 @@ def disassemble(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segme
     return describe_small(tensors) or describe(tensors)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its elements one after another in host memory, and nothing else but a dtype and a shape."""
+    cls = type(tensor)
+    return (
+        (cls is Tensor or cls is Parameter)
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
 def describe(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]]:
     """Split tensors into specs and the memory to send. The first specs are the tensors', in order; parts follow.
 
@@ -54,7 +67,7 @@ def describe(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]
     try:
         # The common message: contiguous CPU tensors, each with a storage of its own. Anything else leaves the loop.
         for index, tensor in enumerate(tensors):
-            if not is_plain(tensor):
+            if not _is_plain(tensor):
                 break
             storages.add(tensor.untyped_storage()._cdata)
             address = tensor.data_ptr()

@@ -24,6 +24,8 @@ const time = (s) => {
   return s < 1 ? `${(s * 1e3).toPrecision(3)} ms` : `${s.toPrecision(3)} s`;
 };
 
+const compact = (n) => (n >= 1e6 ? `${+(n / 1e6).toPrecision(3)}M` : n >= 1e4 ? `${+(n / 1e3).toPrecision(3)}k` : String(+n.toPrecision(3)));
+
 // --- charts ---
 
 let charts = null;
@@ -37,7 +39,7 @@ function chart(id, series) {
     cursor: { drag: { x: false, y: false } },
     legend: { show: false },
     scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.1, 1e-9)] } },
-    axes: [{ ...axis(), space: 90, values: (_, ticks) => ticks.map((t) => new Date(t * 1000).toLocaleTimeString("en-GB")) }, { ...axis(), size: 52 }],
+    axes: [{ ...axis(), space: 90, values: (_, ticks) => ticks.map((t) => new Date(t * 1000).toLocaleTimeString("en-GB")) }, { ...axis(), size: 52, values: (_, ticks) => ticks.map(compact) }],
     series: [{}, ...series.map(([label, tone]) => ({ label, stroke: color(tone), width: 2, points: { show: false }, fill: series.length === 1 ? color(tone) + "22" : undefined }))],
   };
   return new uPlot(options, [[], ...series.map(() => [])], box);

@@ -1,0 +1,39 @@
+"""What comes of dialling a worker, and what callers are told who get no reply."""
+
+from typing import NamedTuple
+
+from telegrad.errors import WorkerDied
+from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.workers import Member
+from telegrad.transport.addresses import TCP
+from telegrad.transport.connection import Connection
+
+
+class Dialled(NamedTuple):
+    """A worker answered."""
+
+    connection: Connection
+    main_by_value: bool  # whether functions of `__main__` must be sent whole over it
+
+
+class Unanswered(NamedTuple):
+    """A worker did not answer."""
+
+    why: str
+    gone: bool  # whether that is known to be final: to dial again would not help
+
+
+def does_not_answer(member: Member, outcome: Unanswered) -> WorkerDied:
+    """Nobody answers where a worker should."""
+    where = ", ".join(f"{a.host}:{a.where}" if a.kind == TCP else a.where for a in member.addresses)
+    return WorkerDied(
+        f"worker {member.name!r} does not answer at {where} ({outcome.why}). It ended, or cannot be reached from here.",
+        worker=member.name,
+        incarnation=member.incarnation,
+    )
+
+
+def died_meanwhile(slot: Slot, member: Member, death: WorkerDied) -> WorkerDied:
+    """A worker died that had not answered a request."""
+    text = f"{death} It was asked: {slot.what()}."
+    return WorkerDied(text, worker=member.name, incarnation=member.incarnation)

@@ -1,0 +1,175 @@
+"""The answering half of a session: replies leave over its connection, and are kept until they have arrived.
+
+Replies to requests that arrived together leave together. If the connection is lost meanwhile, the caller asks again
+over the next one and is answered from memory.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from telegrad import trace
+from telegrad.cuda import order
+from telegrad.rpc.devices import Placement
+from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.server.at_most_once import AtMostOnce, Reply
+from telegrad.rpc.server.cancellation import Cancellations
+from telegrad.rpc.threads.delayed_flush import LAZY
+from telegrad.rpc.threads.yield_turn import Turn, local
+from telegrad.rpc.workers import Member
+from telegrad.transport.connection import Connection
+from telegrad.wire.frames import NOTICE, Frame
+from telegrad.wire.messages import AnyMessage
+
+log = logging.getLogger("telegrad.rpc")
+
+# Requests of one caller that are taken and not answered. Those that occupy a thread are limited by the pool; this
+# bounds the others, coroutines and functions that return futures, and what they hold.
+MOST_RUNNING = 4096
+_LOOK_SECONDS = 0.001
+
+
+class Answers:
+    """What one caller's requests came to. The other half, which serves them, is `Session`."""
+
+    def __init__(self, runtime: Runtime, member: Member) -> None:
+        self._runtime = runtime
+        self._layers = runtime.layers
+        self.info, self.options = runtime.info, runtime.options
+        self.plain, self.audit = runtime.layers.plain, runtime.layers.audit
+        self.member = member
+        self.connection: Connection | None = None
+        self._lock = threading.Lock()
+        self._turn: Turn | None = None  # of the thread that serves
+        self._inbox: deque[Frame] = deque()  # what came and is not yet served
+        self.requests = AtMostOnce()
+        self.cancellations: Cancellations | None = None  # made when it is first needed
+        self.paused = False  # so much is running that no more is read
+        self._holds = False  # whether a reply waits for those of the requests behind it
+
+    @property
+    def running(self) -> int:
+        """Requests that were taken and not yet answered."""
+        return len(self.requests.running)
+
+    def under_way(self) -> list[str]:
+        """What is being served, in words; those who wait at a barrier are not served but waited for."""
+        name = self.member.name
+        is_work = self._layers.is_work
+        served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if is_work(kind)]
+        return served + [f"an answer to worker {name!r}"] * len(self.requests.answering)
+
+    @property
+    def placement(self) -> Placement:
+        """Where tensors go on other workers."""
+        return self._runtime.placement
+
+    def served(self) -> list[tuple[type, float]]:
+        """The messages of the requests being served, and since when."""
+        return list(self.requests.running.values())
+
+    def reply(self, kind: int, request_id: int, *content: Any, lazy: bool = False) -> None:
+        """Answer a request: its message, and what goes with it.
+
+        A lazy answer, one that nobody is waiting for, goes with the next one."""
+        requests = self.requests
+        reply = (kind, request_id, *content)
+        requests.answer(request_id, reply)
+        if trace.recorder is not None:
+            trace.recorder.replied(self, request_id, kind, content)
+        if self.paused:
+            self._resume()
+        try:
+            encoded = self._send(reply, lazy)
+            if encoded is not None:  # a larger one is acknowledged by the caller at once
+                requests.shorten(request_id, encoded)
+        finally:
+            requests.answering.pop(request_id, None)
+            if self.cancellations is not None:
+                self.cancellations.forget(request_id)
+
+    def cancelling(self) -> Cancellations:
+        """What was cancelled of the requests here."""
+        with self._lock:
+            if self.cancellations is None:
+                self.cancellations = Cancellations()
+            return self.cancellations
+
+    def _send(self, frame: Reply, lazy: bool = False) -> bytes | None:
+        """Send what `Connection.send` takes, less the ack: kind, request id, message, and what goes with it."""
+        connection = self.connection
+        if connection is None:
+            return None
+        hold = lazy
+        if self._inbox and (turn := local.turn) is not None and turn is self._turn:
+            hold = self._holds = True
+        elif lazy:
+            self._runtime.delayed_flush.within(LAZY, connection)
+        deadline = time.monotonic() + self.options.limits.patience if self.plain else None
+        kind, request_id, *content = frame
+        try:
+            return connection.send(kind, request_id, 0, *content, deadline=deadline, hold=hold)
+        except (OSError, ValueError):
+            log.debug("a reply to %s waits for its next connection", self.member.name)
+            return None
+
+    def _flush(self, connection: Connection) -> None:
+        """Write the replies that waited for others; lazy ones have their own time."""
+        self._holds = False
+        connection.flush()
+
+    def _send_again(self, reply: Reply) -> None:
+        connection = self.connection
+        if connection is None:
+            return
+        if len(reply) > 1:
+            if order.active:
+                order.synchronize()  # this thread's streams are not those the result was made on
+            self._send(reply)
+            return
+        try:
+            connection.send_encoded(reply[0])
+        except (OSError, ValueError):
+            log.debug("a reply to %s waits for its next connection", self.member.name)
+
+    def _resume(self) -> None:
+        """Go on reading if there is room again: the other half does."""
+        raise NotImplementedError
+
+    def tidy(self, before: float) -> None:
+        """Return memory that has been idle since `before`."""
+        connection = self.connection
+        if connection is not None:
+            connection.tidy(before)
+
+    def ping(self, message: AnyMessage) -> None:
+        """The timer: let the caller know that this worker lives, though it reads nothing at the moment."""
+        connection = self.connection
+        if connection is not None:
+            try:
+                connection.send(NOTICE, 0, 0, message, deadline=time.monotonic())
+            except (OSError, ValueError):
+                log.debug("%s could not be told that this worker lives", self.member.name)
+
+    def deliver(self, deadline: float) -> None:
+        """See to it that what was answered reaches the caller's host, if that takes it in before the deadline."""
+        connection = self.connection
+        if connection is None:
+            return
+        try:
+            connection.flush(deadline)
+            while not connection.closed and not connection.stream.delivered and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+        except (OSError, ValueError):
+            log.debug("%s does not read its last answers", self.member.name)
+
+    def farewell(self, message: AnyMessage) -> None:
+        """Tell the caller that this worker leaves, if it can be told without waiting."""
+        connection = self.connection
+        if connection is not None:
+            try:
+                connection.send(NOTICE, 0, 0, message, deadline=0.0)
+            except (OSError, ValueError):
+                log.debug("%s could not be told goodbye", self.member.name)

@@ -1,0 +1,187 @@
+"""Bytes over TLS: OpenSSL works in memory, and the socket is read and written as a plain one is.
+
+`ssl.SSLSocket` makes two system calls for each record it reads and one for each it writes, of 16 KB at most. Here a
+large message is encrypted many records at a time and written in large pieces, and what the socket has is read in large
+pieces before it is decrypted (`docs/decisions/0013-tls-in-memory.md` has the figures).
+
+OpenSSL allows one thread at a time in a connection, its two buffers included: each step is taken under `_step`. What is
+written may wait for the peer, and does so outside of it.
+"""
+
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from telegrad.transport.stream import Buffers, SocketStream
+
+_RECORD = 16 * 1024  # bytes in one TLS record
+_READ_AT_ONCE, _READ_LARGE = 64 * 1024, 256 * 1024
+_WRITE_AT_ONCE = 256 * 1024
+_MOST_AT_ONCE = 4 * 2**20  # decrypted before what came is looked at
+_HURRY = 0.05
+
+
+class TlsSocket:
+    """A TCP socket with TLS on it, for the handshakes: what comes after them goes through a `TlsStream`."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
+        self.sock = sock
+        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_side)
+
+    @property
+    def family(self) -> int:
+        """That of the socket below."""
+        return self.sock.family
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self.sock.fileno()
+
+    def do_handshake(self) -> None:
+        """Agree on keys. BlockingIOError if the socket does not wait and the peer has yet to answer: call it again."""
+        while True:
+            try:
+                self.tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._write_out()
+                if not self._read_in():
+                    raise ConnectionResetError("the peer closed the connection during the handshake of TLS") from None
+            except ssl.SSLError:
+                self._write_out()  # tells the peer why
+                raise
+            else:
+                self._write_out()
+                return
+
+    def recv(self, most: int) -> bytes:
+        """Bytes that came, at least one; none at the end of the stream."""
+        while True:
+            try:
+                return self.tls.read(most)
+            except ssl.SSLWantReadError:
+                if not self._read_in():
+                    return b""
+            except ssl.SSLZeroReturnError:
+                return b""
+
+    def sendall(self, data: bytes) -> None:
+        """Write a few bytes."""
+        self.tls.write(data)
+        self._write_out()
+
+    send = sendall  # what is said in a handshake fits the empty buffer of the socket
+
+    def _read_in(self) -> int:
+        data = self.sock.recv(_READ_AT_ONCE)
+        return self.incoming.write(data)
+
+    def _write_out(self) -> None:
+        if self.outgoing.pending:
+            self.sock.sendall(self.outgoing.read())
+
+    def close(self) -> None:
+        """End the connection at once."""
+        self.sock.close()
+
+
+class TlsStream(SocketStream):
+    """A stream over TLS, once both ends have proved themselves."""
+
+    def __init__(self, over: TlsSocket, kind: str) -> None:
+        super().__init__(over.sock, kind)
+        self._incoming, self._outgoing = over.incoming, over.outgoing
+        self._tls = over.tls
+        self._step = threading.Lock()
+        self._read_raw = self.receive_into
+        self._raw = memoryview(bytearray(_READ_AT_ONCE))
+        self.receive_into = self._receive_into
+        self.pending = over.incoming.pending + over.tls.pending()
+
+    def readable(self, seconds: float) -> bool:
+        """Wait until there is something to read, at most `seconds`."""
+        return self.pending > 0 or bool(self._poll(seconds * 1000))
+
+    def _receive_into(self, view: memoryview) -> int:
+        count: int = 0
+        limit = min(len(view), _MOST_AT_ONCE)
+        raw = self._raw
+        if limit > len(raw) < _READ_LARGE:
+            self._raw = raw = memoryview(bytearray(_READ_LARGE))
+        incoming = self._incoming
+        read: Callable[..., Any] = self._tls.read  # into a buffer it returns a count, of which its type says nothing
+        try:
+            while True:
+                came = 0
+                if not self.pending:
+                    came = self._read_raw(raw)
+                    if came <= 0:
+                        return count or came
+                try:
+                    with self._step:
+                        if came:
+                            incoming.write(raw[:came])
+                        left = 1
+                        while left:
+                            count += read(_RECORD, view[count : count + _RECORD])
+                            left = incoming.pending
+                            if count >= limit:
+                                self.pending = left + self._tls.pending()
+                                return count
+                except ssl.SSLWantReadError:  # the rest is a part of a record
+                    pass
+                self.pending = 0
+                if came < len(raw):  # the socket has no more
+                    return count or -1
+        except ssl.SSLZeroReturnError:
+            self.pending = 1 if count else 0
+        except ssl.SSLError:
+            if not count:
+                raise
+            self.pending = 1  # what came before an error is good; read again, it comes again
+        return count
+
+    def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
+        """Write all of `buffers`; calls `blocked` if that has to wait. TimeoutError at the deadline, after which the
+        stream is `broken` if a part had been encrypted: nothing else can follow that."""
+        if deadline is not None:
+            self._check_room(deadline)
+        if len(buffers) == 1 and len(buffers[0]) <= _RECORD:
+            with self._step:
+                self._tls.write(buffers[0])
+                encrypted = self._outgoing.read()
+            self._send_encrypted(encrypted, deadline, blocked)
+            return
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            at, end = 0, len(view)
+            while at < end:
+                with self._step:
+                    at += self._tls.write(view[at : at + _WRITE_AT_ONCE])
+                    encrypted = self._outgoing.read() if self._outgoing.pending >= _WRITE_AT_ONCE else b""
+                if encrypted:
+                    self._send_encrypted(encrypted, deadline, blocked)
+        with self._step:
+            encrypted = self._outgoing.read()
+        if encrypted:
+            self._send_encrypted(encrypted, deadline, blocked)
+
+    def _send_encrypted(self, encrypted: bytes, deadline: float | None, blocked: Callable[[], None]) -> None:
+        try:
+            super().send((encrypted,), deadline, blocked)
+        except TimeoutError:
+            if not self.broken:
+                self._break()
+            raise
+
+    def _check_room(self, deadline: float) -> None:
+        """What has no time to wait must find room before it begins: what is encrypted has to be sent."""
+        if deadline - time.monotonic() < _HURRY:
+            writable = select.poll()
+            writable.register(self._fileno, select.POLLOUT)
+            if not writable.poll(0):
+                raise TimeoutError("the peer does not read what is sent to it")
