@@ -2,7 +2,7 @@
 
 As a call of CUDA each copy costs the thread 7 us and more, longer than the GPU takes for a small one: an echo of 100
 small tensors takes 8.7 ms by calls and 5.4 ms by launches. Where the kernel cannot be had (a GPU older than the code, a
-driver that refuses it), or would be slower (large pieces, for which CUDA's own copy is the faster one, above all if they
+driver that refuses it), or would be slower (large pieces, for which CUDA's own copy is faster, above all if they
 do not begin at whole words), the calls are made.
 
 `copy_kernel.cu` is the kernel. What is shipped is its PTX, which the driver compiles for the GPU it finds: neither a
