@@ -158,7 +158,6 @@ def make_agent(generation: int = 0) -> Any:
     return SimpleNamespace(
         member=member,
         info=SimpleNamespace(name="worker3"),
-        options=SimpleNamespace(exports_only=False),
         layers=layers,
         install=layers.install,
         layer=layers.layer,

@@ -16,7 +16,6 @@ from telegrad.errors import WorkerDied
 from telegrad.ids import WorkerId, draw_incarnation
 from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.layer import Layers
-from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Directory, Member
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage
@@ -72,7 +71,6 @@ class QueuedAgent:
         self.member = Member(f"w{number}", WorkerId(number), draw_incarnation(0), (), 0)
         self.info = self.member.info
         self.closing = False
-        self.options = RpcBackendOptions()
         self.directory = Directory()  # the test enters all workers
         self.io_threads = QuietIoThreads()
         self.heard_dead: set[str] = set()

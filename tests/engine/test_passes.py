@@ -26,7 +26,6 @@ class Quiet(Service):
     def __init__(self) -> None:
         member = SimpleNamespace(worker_id=HERE, incarnation=draw_incarnation(0))
         agent: Any = SimpleNamespace(member=member, info=SimpleNamespace(name="worker0"))
-        agent.options = SimpleNamespace(exports_only=False)
         agent.directory = SimpleNamespace(by_id=lambda _: None)
         layers = Layers()
         agent.layer, agent.find_layer = layers.layer, layers.find
