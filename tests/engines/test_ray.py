@@ -210,10 +210,10 @@ def test_training_goes_on_while_actors_are_killed(tmp_path: Path, long_profile: 
 
 
 @pytest.mark.parametrize(("what", "ends"), [("parameter-server", "largest error"), ("pipeline", "last loss")])
-def test_the_examples_survive_a_kill(what: str, ends: str) -> None:
+def test_the_examples_survive_a_kill(what: str, ends: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "on_ray.py"
     done = subprocess.run(
-        [sys.executable, str(script), what, "--steps", "40"],
+        [sys.executable, str(script), what, "--steps", "40", "--output", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=200,

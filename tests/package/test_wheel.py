@@ -33,8 +33,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modules() -> set[str]:
+    """All that the package consists of: modules, the mark of its types, the files of the live page."""
     source = ROOT / "src"
-    return {str(path.relative_to(source)) for path in source.glob("telegrad/**/*.py")}
+    files = (path for path in source.glob("telegrad/**/*") if path.is_file() and path.suffix != ".pyc")
+    return {str(path.relative_to(source)) for path in files}
 
 
 def test_the_wheel_has_every_module(built: Path) -> None:
@@ -42,7 +44,7 @@ def test_the_wheel_has_every_module(built: Path) -> None:
     assert wheel.name == f"telegrad-{telegrad.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
     assert modules() <= names
-    assert "telegrad/py.typed" in names
+    assert {"telegrad/py.typed", "telegrad/observe/live/static/index.html"} <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"telegrad"}
     metadata = next(name for name in names if name.endswith("METADATA"))
     text = zipfile.ZipFile(wheel).read(metadata).decode()
