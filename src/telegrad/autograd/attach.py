@@ -224,4 +224,7 @@ class AutogradLayer(Registry):
 def install(agent: Agent) -> None:
     """Put the autograd layer on an agent."""
     set_recording(_is_recording)
-    agent.install(AutogradLayer(agent))
+    layer = AutogradLayer(agent)
+    if agent.layers.plain:
+        layer.hide_numbers()
+    agent.install(layer)

@@ -44,8 +44,7 @@ class Registry(ContextHolder):
         self.agent = agent
         self.here = agent.member.worker_id
         me = peer_of(agent.member)
-        # Where the parties do not trust each other, who knows the number of a context was told it.
-        self._context_ids = random_ids_of(me) if agent.options.exports_only else ids_of(me)
+        self._context_ids = ids_of(me)
         self._message_ids = ids_of(me)
         self._lock = threading.Lock()
         self._contexts: dict[ContextId, Context] = {}
@@ -55,6 +54,10 @@ class Registry(ContextHolder):
 
     def __len__(self) -> int:
         return len(self._contexts)
+
+    def hide_numbers(self) -> None:
+        """Where the parties do not trust each other: draw contexts' ids, so that who knows one was told it."""
+        self._context_ids = random_ids_of(peer_of(self.agent.member))
 
     def next_message_id(self) -> MessageId:
         """An id for a Send of this worker."""
