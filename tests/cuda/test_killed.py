@@ -33,6 +33,29 @@ def used_by_others() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
+def kill_one(time_: int) -> None:
+    """One worker, killed at another moment each time."""
+    with cluster(2) as made:
+        warm()
+        x = torch.full((SIZE,), float(time_), device="cuda")
+        futures = [rpc.rpc_async("worker1", pending, args=(x,)) for _ in range(6)]
+        first = rpc.rpc_sync("worker1", echo, args=(x,)) if time_ % 2 else None
+        killer = threading.Timer(0.01 * (time_ % 7), made.kill, args=("worker1",))
+        killer.start()
+        for future in futures:
+            try:
+                value = future.wait()
+            except TelegradError:
+                continue
+            assert set(value.unique().tolist()) <= {time_ + 1.0}, "a wrong number"
+        killer.join()
+        wait_until(lambda: not answers(x))
+        if first is not None:
+            assert first.unique().tolist() == [float(time_)]
+        torch.cuda.synchronize()
+        assert (x + 1).unique().tolist() == [time_ + 1.0], "the GPU does not go on"
+
+
 @pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
@@ -40,26 +63,7 @@ def test_killed_while_memory_is_lent(long_profile: bool) -> None:
     torch.zeros(1, device="cuda")
     before: int | None = None
     for time_ in range(50 if long_profile else 3):
-        with cluster(2) as made:
-            warm()
-            x = torch.full((SIZE,), float(time_), device="cuda")
-            futures = [rpc.rpc_async("worker1", pending, args=(x,)) for _ in range(6)]
-            first = rpc.rpc_sync("worker1", echo, args=(x,)) if time_ % 2 else None
-            killer = threading.Timer(0.01 * (time_ % 7), made.kill, args=("worker1",))
-            killer.start()
-            for future in futures:
-                try:
-                    value = future.wait()
-                except TelegradError:
-                    continue
-                assert set(value.unique().tolist()) <= {time_ + 1.0}, "a wrong number"
-            killer.join()
-            wait_until(lambda x=x: not answers(x))
-            if first is not None:
-                assert first.unique().tolist() == [float(time_)]
-            torch.cuda.synchronize()
-            assert (x + 1).unique().tolist() == [time_ + 1.0], "the GPU does not go on"
-        del x, futures, first
+        kill_one(time_)
         torch.cuda.empty_cache()
         if before is None:
             time.sleep(1.0)  # the driver takes back a killed process's memory by and by

@@ -52,6 +52,16 @@ def test_saved_on_the_gpu_and_restored_on_the_host(pair: Cluster, tmp_path: Path
         torch.testing.assert_close(value.cpu(), expected[name])
 
 
+def test_saved_on_the_host_and_restored_on_the_gpu(pair: Cluster, tmp_path: Path) -> None:
+    nn.save(torch.nn.Sequential(RemoteModule("worker1", linear, (0, 3, 3)), linear(1, 3, 2)), tmp_path / "model.pt")
+    other = torch.nn.Sequential(RemoteModule("worker1/cuda:0", linear, (5, 3, 3)), linear(6, 3, 2).cuda())
+    nn.restore(other, tmp_path / "model.pt")
+    expected = {**linear(0, 3, 3).state_dict(prefix="0."), **linear(1, 3, 2).state_dict(prefix="1.")}
+    for name, value in nn.state_dict(other).items():
+        torch.testing.assert_close(value.cpu(), expected[name])
+    assert next(iter(other[1].parameters())).is_cuda
+
+
 class Tower(torch.nn.Module):
     """Half of it on the host, half on the GPU."""
 

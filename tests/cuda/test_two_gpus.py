@@ -1,5 +1,6 @@
 """What takes two GPUs: maps between them, and tensors that come from the other one. No machine here has run these."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,3 +52,28 @@ def test_tensors_of_two_gpus_in_one_message() -> None:
             assert all(torch.equal(one, other) for one, other in zip(came, sent, strict=True))
         with pytest.raises(RuntimeError, match="same device"):
             rpc.rpc_sync("worker1", add, args=tuple(sent))
+
+
+def nccl_step(rank: int, folder: str) -> list[torch.Tensor]:
+    """One step of a replica of two over NCCL, each in a worker and on a GPU of its own."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/nccl", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(4, 2).cuda(rank), device_ids=[rank])
+        x = torch.rand(8, 4, generator=torch.Generator().manual_seed(rank)).cuda(rank)
+        model(x).square().mean().backward()
+        return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_replicas_over_nccl_within_workers(tmp_path: Path) -> None:
+    with cluster(2):
+        futures = [rpc.rpc_async(f"worker{rank}", nccl_step, args=(rank, str(tmp_path))) for rank in range(2)]
+        one, other = [future.wait() for future in futures]
+        for ours, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(ours, theirs)

@@ -12,6 +12,8 @@ from torch import Tensor
 from telegrad.autograd.attach import record_recv
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients, SendNode
+from telegrad.cuda import order
+from telegrad.engine.higher.on_lane import RecordedPassOnLane, RecordedRootPassOnLane
 from telegrad.engine.higher.passes import Recorded, RecordedPass, RecordedRootPass
 from telegrad.engine.passes import Pass
 from telegrad.engine.service import Service
@@ -84,7 +86,8 @@ class RecordingService(Service):
         inputs: Mapping[WorkerId, int] | None,
     ) -> RecordedRootPass:
         """A new pass whose root is here."""
-        pass_ = RecordedRootPass(self, context, pass_id, retain_graph or create_graph, timeout)
+        made = RecordedRootPassOnLane if order.active else RecordedRootPass
+        pass_ = made(self, context, pass_id, retain_graph or create_graph, timeout)
         pass_.of_kind(create_graph, inputs)
         self._enter(context, pass_)
         return pass_
@@ -92,7 +95,8 @@ class RecordingService(Service):
     def _join_recorded(
         self, context: Context, message: BeginPass | PropagateGradients, kind: WithGraph
     ) -> tuple[Recorded, bool]:
-        pass_ = RecordedPass(self, context, message.pass_id, message.root, message.retain_graph, message.participants)
+        made = RecordedPassOnLane if order.active else RecordedPass
+        pass_ = made(self, context, message.pass_id, message.root, message.retain_graph, message.participants)
         pass_.of_kind(kind.create_graph, dict(kind.inputs) if kind.only_inputs else None)
         entered = self._enter(context, pass_)
         if not isinstance(entered, Recorded):
