@@ -61,6 +61,7 @@ class Link:
         self.settled.set()
         self.replies = ReplyReader(self)
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
+        self.poll = self.replies.poll
         self.expect = self.replies.arm  # have the I/O threads read what comes
         self.exhausted = (0.0, 0)  # when the worker last said that all its threads are taken, and how many
         self._notice_ids = itertools.count(1)
