@@ -169,6 +169,11 @@ class Directory:
         """The member of that name or id that was here and left."""
         return self._left.get(who)
 
+    def names_ever(self) -> set[str]:
+        """The names of those who are here and of those who left."""
+        with self._lock:
+            return set(self._by_name) | {name for name in self._left if isinstance(name, str)}
+
     def members(self) -> list[Member]:
         """All, by id."""
         with self._lock:
