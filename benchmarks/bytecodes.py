@@ -93,7 +93,7 @@ def _steps() -> dict[str, Callable[[], None]]:
     return {"empty": empty, "tensors": tensors, "step": step}
 
 
-def _join(rank: int, meeting: str) -> None:
+def _join(rank: int, meeting: str, workers: int = 2) -> None:
     _counter.install()
     from telegrad import rpc
     from telegrad.rpc.server import stuck_threads
@@ -102,7 +102,7 @@ def _join(rank: int, meeting: str) -> None:
     spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)
     stuck_threads._LOOK_SECONDS = 10 * _LOOK  # a request that is counted takes so long that it would count as stuck
     rpc.init_rpc(
-        f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting)
+        f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=rpc.RpcBackendOptions(init_method=meeting)
     )
 
 
@@ -142,6 +142,40 @@ def _calling(rank: int, meeting: str, function: Any, before: Any, answers: Any) 
     rpc.shutdown()
 
 
+def _root_of_many(rank: int, meeting: str, workers: int, answers: Any) -> None:
+    """A pass over all other workers, counted on the root: the pass alone, without the calls."""
+    _join(rank, meeting, workers)
+    import torch
+
+    from telegrad import autograd, rpc
+
+    x = torch.ones(2, 2, requires_grad=True)
+
+    def step(counted: bool) -> None:
+        with autograd.context() as context_id:
+            futures = [rpc.rpc_async(f"worker{n}", torch.mul, args=(x, 2.0)) for n in range(1, workers)]
+            loss = torch.stack([future.wait() for future in futures]).sum()
+            _counter.on = counted
+            autograd.backward(context_id, [loss])
+            _counter.on = False
+
+    if rank == 0:
+        for number in range(_WARM_UP + STEPS):
+            step(number >= _WARM_UP)
+        answers.put(("pass", _counter.take(STEPS), {}))
+    rpc.shutdown()
+
+
+def per_participant(few: int = 3, many: int = 7) -> Count:
+    """Bytecodes that one more participant costs the root of a pass."""
+    counts = []
+    for workers in (few, many):
+        with tempfile.TemporaryDirectory() as folder:
+            counts.append(_both(_root_of_many, Path(folder), 1, workers, workers=workers)["pass"][0])
+    less, more = counts
+    return {name: (number - less.get(name, 0)) / (many - few) for name, number in more.items()}
+
+
 def _nothing() -> None:
     pass
 
@@ -162,19 +196,20 @@ def count_calls(folder: Path, function: Any, before: Any = None) -> Both:
     return _both(_calling, folder, 1, function, before)["calls"]
 
 
-def _both(target: Any, folder: Path, answered: int, *more: Any) -> dict[str, Both]:
+def _both(target: Any, folder: Path, answered: int, *more: Any, workers: int = 2) -> dict[str, Both]:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     meeting = Path(folder, "meeting").as_uri()
-    workers = [context.Process(target=target, args=(rank, meeting, *more, answers), daemon=True) for rank in range(2)]
-    for worker in workers:
+    arguments = [(rank, meeting, *more, answers) for rank in range(workers)]
+    started = [context.Process(target=target, args=given, daemon=True) for given in arguments]
+    for worker in started:
         worker.start()
     try:
         found = [answers.get(timeout=_DEADLINE) for _ in range(answered)]
-        for worker in workers:
+        for worker in started:
             worker.join(_DEADLINE)
     finally:
-        for worker in workers:
+        for worker in started:
             worker.kill()
             worker.join()
     return {case: (root, peer) for case, root, peer in found}
@@ -200,6 +235,12 @@ def report() -> str:
 
 
 def main() -> None:
+    if "--participant" in sys.argv:
+        count = per_participant()
+        print(f"one more participant of a pass costs its root {sum(count.values()):.0f} bytecodes")
+        for function, number in sorted(count.items(), key=lambda item: -item[1])[:40]:
+            print(f"  {number:8.1f}  {function}")
+        return
     if "--functions" not in sys.argv:
         print(report())
         return

@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import set_current_agent
 from telegrad.rpc.job.barrier import barrier
 from telegrad.rpc.job.join import start
+from telegrad.rpc.job.rendezvous.member_log import MemberLog
+from telegrad.rpc.workers import Member
 from telegrad.transport import connection
 
 _lock = threading.Lock()
@@ -83,6 +87,24 @@ class Event:
         self._rows[self._name] = Counter(_counted)
 
 
+@contextmanager
+def joining_together(workers: int) -> Iterator[None]:
+    """All write their records before any looks for those of the others. How often one looks that has to wait depends on
+    how fast the machine starts the rest, and on nothing that could be counted."""
+    all_written = threading.Barrier(workers)
+    publish = MemberLog.publish
+
+    def publish_and_meet(log: MemberLog, member: Member) -> None:
+        publish(log, member)
+        all_written.wait(600)
+
+    MemberLog.publish = publish_and_meet  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MemberLog.publish = publish  # type: ignore[method-assign]
+
+
 def run(workers: int) -> dict[str, Counter[str]]:
     """Counts for each event in a job of so many workers."""
     rows: dict[str, Counter[str]] = {}
@@ -93,7 +115,7 @@ def run(workers: int) -> dict[str, Counter[str]]:
     def join(rank: int) -> Agent:
         return start(f"worker{rank}", rank, workers, options, store)
 
-    with Event("all join", rows):
+    with Event("all join", rows), joining_together(workers):
         agents = list(pool.map(join, range(workers)))
     root = agents[0]
     set_current_agent(root)

@@ -144,7 +144,7 @@ def test_repr() -> None:
     context = make_context()
     send(context, number(1))
     assert repr(context) == f"<Context {context.context_id}: 1 sent, 0 received>"
-    context.waiting_for = lambda: ["worker 'ps0' (message 1)"]
+    context.latest = SimpleNamespace(waiting_for=lambda: ["worker 'ps0' (message 1)"])
     assert repr(context).endswith("1 sent, 0 received, waiting for worker 'ps0' (message 1)>")
 
 

@@ -41,6 +41,9 @@ class QueuedLink:
 
     def expect(self) -> None: ...
 
+    def poll(self, slot: Slot, seconds: float) -> bool:
+        return False
+
 
 @dataclass
 class QueuedFrame:

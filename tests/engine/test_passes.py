@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from telegrad.autograd.context import Context
 from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry
 from telegrad.engine.passes import Pass, Roots
@@ -50,7 +49,7 @@ class Part:
 
     def __init__(self, *, used: bool = True) -> None:
         self.service = Quiet()
-        self.context = Context(ContextId(make_id(peer_id(ROOT, 0), 0)), HERE)
+        self.context = self.service.registry.join(ContextId(make_id(peer_id(ROOT, 0), 0)))
         self.weight = torch.tensor([2.0, 3.0], requires_grad=True)
         ((x,), recv) = attach_recv([torch.ones(2)], RECEIVED, PEER)
         self.context.add_recv(recv)
@@ -251,7 +250,7 @@ def test_the_end_of_a_context_ends_its_pass() -> None:
     part = Part()
     pass_ = part.enter()
     pass_.begin()
-    part.service.forget(part.context.context_id)
+    part.service.end(part.context.context_id)
     assert "ended while a backward pass over it was running" in str(pass_.error)
     assert part.service.passes() == []
 

@@ -71,11 +71,11 @@ class context:  # noqa: N801 - the name torch's users write
                 "Already have an autograd context id for this thread: contexts do not nest within one thread; "
                 f"end context {current.get()} first"
             )
-        self._registry = registry()
+        self._registry = contexts = registry()
         self._since = 0.0 if trace.recorder is None else trace.now()
-        self._context = self._registry.open(self._strict)
-        self._token = current.set(self._context)
-        return self._context.context_id
+        self._context = context = contexts.open(self._strict)
+        self._token = current.set(context)
+        return context.context_id
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -104,7 +104,8 @@ def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tens
         with within(None):  # a question about the context is no part of it
             return dict(rpc.rpc_sync(worker, _gradient_pairs, args=(ContextId(context_id),)))
     found = registry().find(context_id)
-    found.check_usable()
+    if not found.usable:
+        found.check_usable()
     if order.active:
         order.adopt(found.gradients.values())
     return dict(found.gradients)
@@ -131,6 +132,6 @@ def inspect_context(context_id: int) -> dict[str, Any]:
         "receives": {i: recv.peer for i, recv in found.recvs.items()},
         "participants": sorted(found.participants),
         "gradients": len(found.gradients),
-        "waiting_for": found.waiting_for() if found.waiting_for is not None else [],
+        "waiting_for": found.waiting_for(),
         "failure": None if found.failure is None else str(found.failure),
     }

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.functions import SendNode, attach_recv
+from telegrad.autograd.functions import RecvNode, SendNode, attach_recv
 from telegrad.autograd.outside import leave_behind, without_grad
-from telegrad.autograd.registry import Registry, current, registry_of, within
+from telegrad.autograd.registry import Registry, current, within
 from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MessageId, WorkerId
 from telegrad.rpc.agent import Agent
@@ -59,12 +59,12 @@ def record_call(
         return None
     if type(message) not in _CALLS:
         return None
-    context.check_usable()
+    if not context.usable:
+        context.check_usable()
     context.participants.add(to)  # before the Send: a pass that counts that one must know whom to ask
     metadata = _record_send(registry, context, to, tensors)
-    return RpcWithAutograd(metadata, message, context.strict), _Recorded(  # type: ignore[arg-type] # it is in _CALLS
-        context, to, metadata.message_id
-    )
+    recorded = _Recorded(context, to, metadata.message_id)
+    return RpcWithAutograd(metadata, message, context.strict), recorded  # type: ignore[arg-type] # it is in _CALLS
 
 
 def _check_strict(registry: Registry, to: WorkerId, tensors: list[Tensor]) -> None:
@@ -93,29 +93,33 @@ _WITHOUT_GRAD = _WithoutGrad()
 
 
 def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: list[Tensor]) -> AutogradMetadata:
-    message_id = registry.next_message_id()
-    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-    if differentiable:
-        context.add_send(SendNode(message_id, to, differentiable))
+    message_id = MessageId(next(registry.message_ids))
+    for tensor in tensors:
+        if tensor.requires_grad:
+            context.add_send(SendNode(message_id, to, [tensor for tensor in tensors if tensor.requires_grad]))
+            break
     return AutogradMetadata(context.context_id, message_id)
 
 
-def record_recv(context: Context, sender: WorkerId, message_id: MessageId, tensors: list[Tensor]) -> list[Tensor]:
+def record_recv(
+    context: Context,
+    sender: WorkerId,
+    message_id: MessageId,
+    tensors: list[Tensor],
+    note: Callable[[Context, RecvNode], None] = Context.add_recv,
+) -> list[Tensor]:
     """Put the tensors that required grad at their sender behind a Recv."""
-    required = [tensor.requires_grad for tensor in tensors]
-    if True not in required:
-        return tensors
-    plain = [
-        tensor.requires_grad_(False) if type(tensor) is Tensor else _of_parameter(tensor, tensors)
-        for tensor in tensors
-        if tensor.requires_grad
-    ]
-    attached, recv = attach_recv(plain, message_id, sender)
-    context.add_recv(recv)
-    if len(attached) == len(tensors):
-        return list(attached)
-    behind = iter(attached)
-    return [next(behind) if was else tensor for tensor, was in zip(tensors, required, strict=True)]
+    behind = {}  # by position
+    for position, tensor in enumerate(tensors):
+        if tensor.requires_grad:
+            plain = type(tensor) is Tensor
+            behind[position] = tensor.requires_grad_(False) if plain else _of_parameter(tensor, tensors)
+    if behind:
+        attached, recv = attach_recv([*behind.values()], message_id, sender)
+        note(context, recv)
+        for position, tensor in zip(behind, attached, strict=True):
+            tensors[position] = tensor
+    return tensors
 
 
 def _of_parameter(parameter: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -141,50 +145,68 @@ class _Recorded(msgspec.Struct, eq=False):
             raise ProtocolError(
                 f"worker {self._to} answered a call of context {self._context.context_id} with {message}"
             )
-        message_id = message.metadata.message_id
-        self._context.touch(message.participants)
-        for tensor in tensors:
-            if tensor.requires_grad:
-                self._context.arrived(message_id, self._to)
-                break
-        return message.reply, record_recv(self._context, self._to, message_id, tensors)
+        context, message_id = self._context, message.metadata.message_id
+        if message.participants:
+            context.participants.update(message.participants)
+        try:
+            return message.reply, record_recv(context, self._to, message_id, tensors, Context.arrived_with)
+        except BaseException:
+            context.arrived(message_id, self._to)  # its Send must hear from here, with or without a Recv
+            raise
 
     def unsent(self) -> None:
         """The call did not leave: nobody will ever return gradients for its tensors."""
         self._context.unsent.add(self._message_id)
 
 
-def serve_recorded(agent: Agent, request: Request) -> None:
+def serve_recorded(registry: Registry, request: Request) -> None:
     """The handler of `RpcWithAutograd`: tie the call into its context, then let the inner call's handler run it."""
     message = request.message
     assert type(message) is RpcWithAutograd
-    registry = registry_of(agent)
-    context = registry.join(message.metadata.context_id)
-    context.check_usable()
+    metadata, member = message.metadata, request.session.member
+    context = registry.join(metadata.context_id)
+    if not context.usable:
+        context.check_usable()
     if message.strict and not context.strict:
         registry.make_strict(context)
-    caller = request.caller.worker_id
+    caller = member.worker_id
     context.participants.add(caller)
-    if agent.is_dead(request.caller):  # its end was told before it was known to have a part in this
-        registry.participant_lost(request.caller)
-    message_id = message.metadata.message_id
+    if registry.agent.is_dead(member):  # its end was told before it was known to have a part in this
+        registry.participant_lost(member)
     if _has_gradients(request.frame):
         # Before anything else can fail: its Send must hear from here, with or without a Recv.
-        context.arrived(message_id, caller)
+        context.arrived(metadata.message_id, caller)
+    served = _Served(registry, context, caller, metadata.message_id)
+    request.message = message.call
+    request.on_tensors, request.on_reply, request.scope = served.received, served.reply, served.scope
+    request.session.serve(request)
 
-    def on_reply(reply: AnyMessage, tensors: list[Tensor]) -> AnyMessage:
+
+class _Served(msgspec.Struct, eq=False):
+    """A recorded call that is being served: what its tensors and its reply add to the context it runs in."""
+
+    _registry: Registry
+    _context: Context
+    _caller: WorkerId
+    _message_id: MessageId
+
+    def received(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The call's tensors, behind a Recv."""
+        return record_recv(self._context, self._caller, self._message_id, tensors)
+
+    def reply(self, reply: AnyMessage, tensors: list[Tensor]) -> AnyMessage:
+        """The reply goes out: wrapped."""
+        context = self._context
         if context.ended:
             raise AutogradError(f"context {context.context_id} ended before a call in it had returned")
-        metadata = _record_send(registry, context, caller, tensors)
+        metadata = _record_send(self._registry, context, self._caller, tensors)
         others = context.participants
         named = tuple(others) if len(others) > 1 else ()
         return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
 
-    request.message = message.call
-    request.on_tensors = lambda tensors: record_recv(context, caller, message_id, tensors)
-    request.on_reply = on_reply
-    request.scope = lambda: within(context)
-    request.session.serve(request)
+    def scope(self) -> within:
+        """What the function runs in."""
+        return within(self._context)
 
 
 def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
@@ -208,7 +230,7 @@ class AutogradLayer(Registry):
 
     def messages(self) -> Mapping[type[Any], Served]:
         """Calls that are recorded."""
-        return {RpcWithAutograd: Served(partial(serve_recorded, self.agent))}
+        return {RpcWithAutograd: Served(partial(serve_recorded, self))}
 
     wrap_call = record_call  # not by way of a method: it is on the path of every call
 

@@ -6,7 +6,7 @@ context reaches has one under the same id; the worker that opened it tells them 
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -19,13 +19,13 @@ Late = Callable[[MessageId, WorkerId], None]
 _MOST_PASSES = 256  # that have not begun here and that a message is too late for: more only a liar names
 
 
-class Snapshot(NamedTuple):
+class Snapshot(msgspec.Struct, frozen=True, eq=False):
     """The nodes of a context at one moment."""
 
     sends: dict[MessageId, SendNode]
     recvs: dict[MessageId, RecvNode]
     orphans: dict[MessageId, WorkerId]
-    alone: set[MessageId]  # Sends that will hear from nobody
+    alone: set[MessageId] | frozenset[MessageId] = frozenset()  # Sends that will hear from nobody
 
 
 class Context(msgspec.Struct, eq=False, weakref=True):
@@ -49,18 +49,18 @@ class Context(msgspec.Struct, eq=False, weakref=True):
     gradients: dict[Tensor, Tensor] = {}
     failure: WorkerDied | None = None  # the loss of a participant; never raised itself
     ended: bool = False
+    usable: bool = True  # neither: what a call looks at before it asks `check_usable`
     strict: bool = False  # see `autograd.context`
-    # What a running pass waits for, in words; set by the engine.
-    waiting_for: Callable[[], list[str]] | None = None
+    latest: Any = None  # the part of this worker in the latest pass over it; set by the engine
     profile: Any = None  # runs what passes do here, while a root profiles them
     newest_pass: dict[WorkerId, PassId] = {}  # by its root: what comes about an older one comes too late
-    _lock: Any = msgspec.field(default_factory=threading.Lock)
+    lock: Any = msgspec.field(default_factory=threading.Lock)
     _late: Late | None = None
     _begun: PassId | None = None
     _too_late: dict[PassId, set[MessageId]] = {}
 
     def __repr__(self) -> str:
-        waits = self.waiting_for() if self.waiting_for is not None else []
+        waits = self.waiting_for()
         waiting = f", waiting for {', '.join(waits)}" if waits else ""
         failed = ", failed" if self.failure else ""
         return f"<Context {self.context_id}: {len(self.sends)} sent, {len(self.recvs)} received{waiting}{failed}>"
@@ -69,6 +69,15 @@ class Context(msgspec.Struct, eq=False, weakref=True):
     def opened_by(self) -> WorkerId:
         """The worker whose `with context()` this is."""
         return worker_of(self.context_id)
+
+    def waiting_for(self) -> list[str]:
+        """What a running pass waits for here, in words."""
+        return [] if self.latest is None else self.latest.waiting_for()
+
+    def lose(self, error: WorkerDied) -> None:
+        """A participant is gone: nothing more can be done with this context."""
+        self.failure = error.again()
+        self.usable = False
 
     def check_usable(self) -> None:
         """Raise if nothing more can be done with this context."""
@@ -83,9 +92,8 @@ class Context(msgspec.Struct, eq=False, weakref=True):
 
     def add_send(self, send: SendNode) -> None:
         """Tensors leave with a message."""
-        with self._lock:
-            if not self.ended:
-                self.sends[send.message_id] = send
+        if not self.ended:
+            self.sends[send.message_id] = send  # one that `clear` overtakes goes with the context itself
 
     def arrived(self, message_id: MessageId, sender: WorkerId) -> None:
         """A message came with tensors that require grad; a Recv may follow.
@@ -93,7 +101,7 @@ class Context(msgspec.Struct, eq=False, weakref=True):
         After the beginning of a pass nothing new can be part of it, since what it starts from was there before. But the
         sender may have counted this message in, so it hears now that no gradient will come.
         """
-        with self._lock:
+        with self.lock:
             self.orphans[message_id] = sender
             late = self._late
         if late is not None:
@@ -104,7 +112,7 @@ class Context(msgspec.Struct, eq=False, weakref=True):
 
         It is no part of that pass, and its sender knows. Of a later one it might be, as any other message.
         """
-        with self._lock:
+        with self.lock:
             self.orphans[message_id] = sender
             begun = self._begun
             of_later = begun is not None and (worker_of(begun) != worker_of(pass_id) or begun > pass_id)
@@ -113,11 +121,20 @@ class Context(msgspec.Struct, eq=False, weakref=True):
             late(message_id, sender)
 
     def add_recv(self, recv: RecvNode) -> None:
-        """The tensors of a message that arrived are now part of the graph here."""
-        with self._lock:
+        """The tensors of a message that `arrived` are now part of the graph here."""
+        with self.lock:
             if not self.ended:
                 self.orphans.pop(recv.message_id, None)
                 self.recvs[recv.message_id] = recv
+
+    def arrived_with(self, recv: RecvNode) -> None:
+        """Both at once: a message came, and its tensors are part of the graph."""
+        with self.lock:
+            if not self.ended:
+                self.recvs[recv.message_id] = recv
+            late = self._late
+        if late is not None:
+            late(recv.message_id, recv.peer)
 
     def touch(self, workers: Iterable[WorkerId]) -> None:
         """Workers that have a part in this context."""
@@ -125,15 +142,16 @@ class Context(msgspec.Struct, eq=False, weakref=True):
 
     def snapshot(self, pass_id: PassId, late: Late) -> Snapshot:
         """What a pass works with that begins now. `late` hears of every message that arrives from now on."""
-        with self._lock:
-            self._late = late
-            self._begun = pass_id
+        with self.lock:
+            self._late, self._begun = late, pass_id
+            if not self.unsent and not self._too_late:
+                return Snapshot(self.sends.copy(), self.recvs.copy(), self.orphans.copy())
             alone = self.unsent | self._too_late.pop(pass_id, set())
-            return Snapshot(dict(self.sends), dict(self.recvs), dict(self.orphans), alone)
+            return Snapshot(self.sends.copy(), self.recvs.copy(), self.orphans.copy(), alone)
 
     def came_too_late(self, message_id: MessageId, pass_id: PassId) -> bool:
         """A message from here came too late for a pass. Says whether that has begun here; if not, it will know."""
-        with self._lock:
+        with self.lock:
             if self._begun == pass_id:
                 return True
             if len(self._too_late) >= _MOST_PASSES and pass_id not in self._too_late:
@@ -145,17 +163,20 @@ class Context(msgspec.Struct, eq=False, weakref=True):
 
     def accumulate(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Add the leaf gradients of a finished pass."""
-        with self._lock:
+        with self.lock:
+            if not self.gradients:
+                self.gradients.update(gradients)
+                return
             for leaf, gradient in gradients.items():
                 known = self.gradients.get(leaf)
                 self.gradients[leaf] = gradient if known is None else add_gradients(known, gradient)
 
     def clear(self) -> None:
         """Let go of every tensor and node."""
-        with self._lock:
-            self.ended = True
+        with self.lock:
+            self.ended, self.usable = True, False
             self.sends, self.recvs, self.orphans, self.gradients = {}, {}, {}, {}
-            self.waiting_for = self._late = None
+            self._late = None
 
 
 def add_gradients(one: Tensor, other: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ the Recv: two calls may be in one graph at the same time, one of a pass that was
 that a hook makes within.
 """
 
+import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -59,28 +60,39 @@ def _nested_again(numbers: Any, like: Any) -> Tensor:
 class SendNode:
     """Where the gradients of one message's tensors enter the graph of the worker that sent it."""
 
-    __slots__ = ("__weakref__", "edges", "message_id", "metas", "peer")
+    __slots__ = ("__weakref__", "at_leaves", "edges", "message_id", "metas", "peer")
+    edges: list[GradientEdge]
+    metas: list[tuple[torch.Size, torch.dtype, torch.device]]
 
     def __init__(self, message_id: MessageId, peer: WorkerId, tensors: Sequence[Tensor]) -> None:
         """`tensors` are those of the message that require grad, in its order."""
         self.message_id = message_id
         self.peer = peer
-        try:
-            self.metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        except RuntimeError:  # some are nested
-            tensors = [_numbers_of(tensor) if tensor.is_nested else tensor for tensor in tensors]
-            self.metas = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
-        self.edges: tuple[GradientEdge, ...] = tuple([edge_of(tensor) for tensor in tensors])
+        self.metas = metas = []
+        self.edges = edges = []
+        self.at_leaves = True  # whether all its tensors are leaves: then its gradients enter no graph
+        for tensor in tensors:
+            try:
+                shape = tensor.shape
+            except RuntimeError:  # it is nested
+                tensor = _numbers_of(tensor)  # noqa: PLW2901 - these are what travels
+                shape = tensor.shape
+            metas.append((shape, tensor.dtype, tensor.device))
+            # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
+            edge = edge_of(tensor)
+            edges.append(edge)
+            if edge[0].next_functions:
+                self.at_leaves = False
 
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""
-        if len(gradients) != len(self.metas):
+        metas = self.metas
+        if len(gradients) != len(metas):
             raise GradientMismatch(
                 f"worker {self.peer} returned {len(gradients)} gradients for message {self.message_id}, which sent "
-                f"{len(self.metas)} tensors that require grad; the gradients were not used"
+                f"{len(metas)} tensors that require grad; the gradients were not used"
             )
-        for gradient, meta in zip(gradients, self.metas, strict=True):
+        for gradient, meta in zip(gradients, metas, strict=True):
             if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) != meta:
                 position = next(at for at, other in enumerate(gradients) if other is gradient)
                 raise GradientMismatch(
@@ -137,20 +149,20 @@ class _Drop(torch.autograd.Function):
 # Takes the gradients of a Recv, known by its autograd node: one gradient or None for each tensor.
 Taker: TypeAlias = Callable[[Node, Gradients], None]
 
-_TAKER = "telegrad.taker"
+TAKER = "telegrad.taker"
 _has_state, _get_state = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
-_set_state: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+set_state: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
 
 
 def _takes_no_reference() -> bool:
     """Whether this torch forgets to count the reference that it keeps and later drops; those before 2.13 may."""
     probe = object()
     before = sys.getrefcount(probe)
-    _set_state("telegrad.probe", probe)
+    set_state("telegrad.probe", probe)
     forgets = sys.getrefcount(probe) == before
     if forgets:
         _count_reference(probe)
-    _set_state("telegrad.probe", None)
+    set_state("telegrad.probe", None)
     return forgets
 
 
@@ -164,29 +176,24 @@ def _set_counted(key: str, value: object) -> None:
 
 
 if _takes_no_reference():
-    _set_state = _set_counted
+    set_state = _set_counted
 
 
 def taker() -> Taker | None:
     """Who takes the gradients of Recvs in the engine call that this code runs in; None outside of any pass."""
-    found: Taker | None = _get_state(_TAKER) if _has_state(_TAKER) else None
+    found: Taker | None = _get_state(TAKER) if _has_state(TAKER) else None
     return found
 
 
-class running_in:  # noqa: N801 - used like a function; a class, because it is on the path of every pass
-    """`with running_in(taker):` gives the Recvs that an engine call within reaches to `taker`."""
-
-    __slots__ = ("_before", "_taker")
-
-    def __init__(self, taker: Taker | None) -> None:
-        self._taker = taker
-
-    def __enter__(self) -> None:
-        self._before = _get_state(_TAKER) if _has_state(_TAKER) else None
-        _set_state(_TAKER, self._taker)
-
-    def __exit__(self, *_: object) -> None:
-        _set_state(_TAKER, self._before)
+@contextlib.contextmanager
+def running_in(new: Taker) -> Iterator[None]:
+    """`with running_in(taker):` gives the Recvs that engine calls within reach to `taker`."""
+    before = taker()
+    set_state(TAKER, new)
+    try:
+        yield
+    finally:
+        set_state(TAKER, before)
 
 
 class RecvNode(msgspec.Struct, eq=False, weakref=True):
@@ -250,7 +257,7 @@ def _forward(
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
-    take: Taker | None = _get_state(_TAKER) if _has_state(_TAKER) else None
+    take: Taker | None = _get_state(TAKER) if _has_state(TAKER) else None
     if take is None:
         raise AutogradError(
             f"gradients reached tensors received from worker {ctx.peer} (message {ctx.message_id}), but no "

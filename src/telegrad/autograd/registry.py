@@ -45,7 +45,7 @@ class Registry(ContextHolder):
         self.here = agent.member.worker_id
         me = peer_of(agent.member)
         self._context_ids = ids_of(me)
-        self._message_ids = ids_of(me)
+        self.message_ids = ids_of(me)  # of this worker's Sends
         self._lock = threading.Lock()
         self._contexts: dict[ContextId, Context] = {}
         self._strict: dict[ContextId, None] = {}  # those that are strict
@@ -61,7 +61,7 @@ class Registry(ContextHolder):
 
     def next_message_id(self) -> MessageId:
         """An id for a Send of this worker."""
-        return MessageId(next(self._message_ids))
+        return MessageId(next(self.message_ids))
 
     def open(self, strict: bool = False) -> Context:
         """A new context of this worker's own."""
@@ -90,12 +90,15 @@ class Registry(ContextHolder):
                 raise ContextNotFound(
                     f"context {context_id} has ended; a call in it reached worker {self.agent.info.name!r} too late"
                 )
-            if context_id not in self._contexts and len(self._contexts) >= MOST_CONTEXTS:
+            context = self._contexts.get(context_id)
+            if context is None and len(self._contexts) >= MOST_CONTEXTS:
                 raise AutogradError(
                     f"worker {self.agent.info.name!r} has a part in {MOST_CONTEXTS} contexts that have not ended; it "
                     "takes part in no more"
                 )
-            return self._contexts.setdefault(context_id, Context(context_id, self.here))
+            if context is None:
+                self._contexts[context_id] = context = Context(context_id, self.here)
+            return context
 
     def find(self, context_id: int) -> Context:
         """A context that must exist."""
@@ -119,11 +122,13 @@ class Registry(ContextHolder):
     def end(self, context_id: ContextId) -> Context | None:
         """Forget a context; what it was, if it was there."""
         with self._lock:
-            self._ended[context_id] = None
-            while len(self._ended) > _ENDED_MEMORY:
-                del self._ended[next(iter(self._ended))]
-            self._strict.pop(context_id, None)
+            ended = self._ended
+            ended[context_id] = None
+            if len(ended) > _ENDED_MEMORY:
+                del ended[next(iter(ended))]
             context = self._contexts.pop(context_id, None)
+            if self._strict:
+                self._strict.pop(context_id, None)
         if context is not None:
             context.clear()
         return context
@@ -131,10 +136,7 @@ class Registry(ContextHolder):
     def end_everywhere(self, context_id: ContextId) -> None:
         """End a context of this worker's own, on all workers it reached."""
         engine = self.agent.find_layer(ContextEngine)
-        if engine is None:
-            self.end(context_id)
-        else:
-            engine.end_everywhere(context_id)
+        (self.end if engine is None else engine.end_everywhere)(context_id)
 
     def participant_lost(self, member: Member) -> None:
         """A worker that is known to be dead turns out to have a part in a context here."""

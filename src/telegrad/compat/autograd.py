@@ -119,5 +119,5 @@ def _init(worker_id: int) -> None:
 def _get_debug_info() -> dict[str, str]:
     """Contexts and running passes of this worker, counted."""
     contexts = registry().contexts()
-    passes = sum(context.waiting_for is not None for context in contexts)
+    passes = sum(context.latest is not None for context in contexts)
     return {"num_current_backward_passes": str(passes), "num_autograd_contexts": str(len(contexts))}

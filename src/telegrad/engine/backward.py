@@ -76,7 +76,8 @@ def backward(
     since = 0.0 if trace.recorder is None else trace.now()
     service = agent.layer(Service)
     context = service.registry.find(context_id)
-    context.check_usable()
+    if not context.usable:
+        context.check_usable()
     started = as_roots(context, roots, grad_tensors)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
     if create_graph:
@@ -131,7 +132,7 @@ def backward_async(
 
 def as_roots(context: Context, roots: Sequence[Any], grad_tensors: Sequence[Tensor | None] | None) -> Roots:
     """Where the pass starts, and from what."""
-    if isinstance(roots, Tensor) or not isinstance(roots, Sequence):
+    if type(roots) is not list and (isinstance(roots, Tensor) or not isinstance(roots, Sequence)):
         raise TypeError(
             "incompatible function arguments: roots must be a list of tensors or references, "
             f"got {type(roots).__name__}"
@@ -148,7 +149,10 @@ def as_roots(context: Context, roots: Sequence[Any], grad_tensors: Sequence[Tens
                 f"requires_grad not set on root {position}: it does not depend on anything that requires grad"
             )
         edges.append(edge_of(root))
-        gradients.append(_first_gradient(position, root, None if grad_tensors is None else grad_tensors[position]))
+        if grad_tensors is None and root.numel() == 1:
+            gradients.append(torch.ones_like(root))
+        else:
+            gradients.append(_first_gradient(position, root, None if grad_tensors is None else grad_tensors[position]))
     return Roots(tuple(edges), gradients)
 
 

@@ -1,15 +1,16 @@
 """Things that one thread at a time may use: leaves, whose `.grad` a pass borrows, and nodes, whose order a cut changes.
 
-Passes over the same leaves may run in several threads. A claim takes all its things at once, so two claims never wait
-for each other. A thread may claim again what it has: a hook may run another pass.
+Passes over the same leaves may run in several threads. A claim has all its things or none, so two claims never wait for
+each other. A thread may claim again what it has: a hook may run another pass.
 """
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 
-_changed = threading.Condition()
-_claimant: dict[int, int] = {}  # id of a claimed thing -> thread that has it
+_holders: dict[int, int] = {}  # id of a claimed thing -> thread that has it; changed by single operations alone
+_released = threading.Condition()
 _waiting: set[int] = set()  # threads that want what another has
 
 Claim = Sequence[int]  # what is to be released
@@ -17,43 +18,40 @@ Claim = Sequence[int]  # what is to be released
 
 def try_claim(things: Iterable[object]) -> Claim | None:
     """Have all of `things` to this thread, or None if another has any."""
-    keys = [id(thing) for thing in things]
-    thread = threading.get_ident()
-    with _changed:
-        return _take(keys, thread)
-
-
-def _take(keys: list[int], thread: int) -> Claim | None:
-    if _claimant:
-        if any(_claimant.get(key, thread) != thread for key in keys):
+    thread = get_ident()
+    claim = []
+    for thing in things:
+        key = id(thing)
+        holder = _holders.setdefault(key, thread)
+        if holder is thread:  # this very object: it was put there now
+            claim.append(key)
+        elif holder != thread:  # what an outer claim of this thread has is its to return
+            release(claim)
             return None
-        keys = [key for key in keys if key not in _claimant]  # what an outer claim of this thread has is its to return
-    for key in keys:
-        _claimant[key] = thread
-    return keys
+    return claim
 
 
 def wait_for_claim(things: Iterable[object]) -> Claim:
     """The same, waiting while another has any."""
-    keys = [id(thing) for thing in things]
-    thread = threading.get_ident()
-    with _changed:
-        while (claim := _take(keys, thread)) is None:
-            _waiting.add(thread)
-            try:
-                _changed.wait()
-            finally:
-                _waiting.discard(thread)
+    wanted = list(things)
+    thread = get_ident()
+    with _released:
+        _waiting.add(thread)  # before looking: who releases from here on will notify
+        try:
+            while (claim := try_claim(wanted)) is None:
+                _released.wait_for(lambda: all(_holders.get(id(thing), thread) == thread for thing in wanted))
+        finally:
+            _waiting.discard(thread)
     return claim
 
 
 def release(claim: Claim) -> None:
     """Let others have what was claimed."""
-    with _changed:
-        for key in claim:
-            _claimant.pop(key, None)  # a thing may be named twice
-        if _waiting:
-            _changed.notify_all()
+    for key in claim:
+        _holders.pop(key, None)  # a thing may be named twice
+    if _waiting:
+        with _released:
+            _released.notify_all()
 
 
 @contextmanager

@@ -10,17 +10,16 @@ from telegrad.wire.messages import CleanupAutogradContext, CleanupAutogradContex
 def end_context(service: Service, context_id: ContextId, told: tuple[WorkerId, ...] = ()) -> None:
     """Forget a context here and, without waiting for it, on all workers it reached but those that have been `told`."""
     # First: one that comes to know of it from here on sees that it has ended.
-    context = service.registry.end(context_id)
-    service.forget(context_id)
+    context = service.end(context_id)
     if context is None:
         return
-    newcomers = context.participants.difference(told, (context.here,))
-    agent = service.agent
+    here, agent = context.here, service.agent
+    newcomers = context.participants.difference(told, (here,))
     if not newcomers or agent.closing:
         return
     # Of many only this one is named, as in `Pass.named`; who has forgotten the context already tells nobody.
-    known = (*told, *newcomers, context.here)
-    message = CleanupAutogradContext(context_id, known if len(known) <= MOST_NAMED else (context.here,))
+    known = (*told, *newcomers, here)
+    message = CleanupAutogradContext(context_id, known if len(known) <= MOST_NAMED else (here,))
     for worker in newcomers:
         member = agent.directory.by_id(worker)
         if member is not None and not agent.is_dead(member):

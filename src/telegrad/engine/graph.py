@@ -11,20 +11,21 @@ Equal to one process means: each node runs once, with the sum of all that reache
 Every call of torch's engine is made by `Graph._call`.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from telegrad.autograd.functions import ANCHOR, Gradients, Taker, running_in, taker
+from telegrad.autograd.functions import ANCHOR, TAKER, Gradients, Taker, set_state, taker
 from telegrad.cuda import order
 from telegrad.engine.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.cut import cut_before
-from telegrad.engine.leaves import LeafSums, hooks_held, may_share, put_aside, put_back, shared_held, written
+from telegrad.engine.leaves import LeafSums, hooks_held, may_share, put_back, shared_held, take_grads
 from telegrad.engine.regions import Edges, Part
 
 Root = tuple[GradientEdge, Tensor | None]  # None: visited, but with no gradient
@@ -37,64 +38,96 @@ class Entered(Protocol):
     def edges(self) -> Sequence[GradientEdge]:
         """One for each tensor."""
 
+    @property
+    def at_leaves(self) -> bool:
+        """Whether it is known that all of them are leaves."""
+
 
 _ANCHOR = ANCHOR.node
 _NOTHING_BUT_RECVS = (ANCHOR,)
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
+_get_state = torch._C._get_obj_in_tls
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Graph:
     """All nodes that a worker's Sends reach. Only the thread that runs the pass uses it."""
 
-    __slots__ = ("_nones", "_retain_graph", "_sums", "_taker", "edges", "gradients", "leaves", "parts")
-    leaves: dict[Node, Tensor]
     _create_graph = False  # see `higher/graph.py`
+    _sums: LeafSums | None = None  # what closed and cut batches found for leaves
+    _nones = False  # whether a node handed None across a cut
+    gradients: Mapping[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
+    parts: dict[Any, Part[Node]] | None = None  # what each of `inner` reaches, if no two reach the same, leaves aside
 
-    def __init__(self, sends: Iterable[Entered], taker: Taker, retain_graph: bool) -> None:
+    def __init__(self, sends: Mapping[Any, Entered], taker: Taker, retain_graph: bool) -> None:
         """Walk it from where the gradients of each Send enter. Engine calls give those of Recvs to `taker`."""
         self._taker = taker
         self._retain_graph = retain_graph
-        self._sums: LeafSums | None = None  # what closed and cut batches found for leaves
-        self._nones = False  # whether a node handed None across a cut
-        self.gradients: dict[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
-        self.leaves = leaves = {}
+        self.leaves: dict[Node, Tensor] = {}
         self.edges: dict[Node, Edges[Node]] = {_ANCHOR: ()}
-        edges = self.edges
-        parts: list[Part[Node]] = []
+        self.inner: dict[Any, Entered] = {}  # the Sends that do not enter at leaves alone
+        at_leaves: list[GradientEdge] = []
+        for key, send in sends.items():
+            if send.at_leaves:
+                at_leaves += send.edges
+            elif self.inner:
+                self.inner[key] = send
+            else:
+                self.inner[key] = send
+                self._walk(send.edges)
+        if len(self.inner) > 1:
+            self._walk_rest()
+        self.ends: Sequence[Node] = list(self.leaves)  # the leaves that `inner` reach
+        for edge in at_leaves:
+            node = edge[0]
+            self.edges[node] = ()
+            if (leaf := getattr(node, "variable", None)) is not None:
+                self.leaves[node] = leaf
+
+    def _walk(self, entries: Iterable[GradientEdge]) -> None:
+        edges, leaves = self.edges, self.leaves
+        found: list[tuple[Node | None, int]] = [edge[:2] for edge in entries]
+        for node, _ in found:  # grows; a node may be there more than once
+            if node not in edges and node is not None:
+                edges[node] = following = node.next_functions
+                if following:
+                    found += following
+                elif (leaf := getattr(node, "variable", None)) is not None:
+                    leaves[node] = leaf
+
+    def _walk_rest(self) -> None:
+        """The same from all Sends but the first; notes what each reaches."""
+        edges, leaves = self.edges, self.leaves
+        reached: list[Part[Node]] = [(dict.fromkeys(filter(edges.__getitem__, edges)), list(leaves))]
         apart = True
-        for send in sends:
-            inner: dict[Node, None] = {}
+        for send in itertools.islice(self.inner.values(), 1, None):
+            nodes: dict[Node, None] = {}
             ends: list[Node] = []
-            found = [edge[0] for edge in send.edges]
-            for node in found:  # grows; a node may be there more than once
-                if node in edges:  # seen before, by this Send or another
-                    if not edges[node]:
-                        if node is not _ANCHOR:
-                            ends.append(node)
-                    elif node not in inner:
+            found: list[tuple[Node | None, int]] = [edge[:2] for edge in send.edges]
+            for node, _ in found:
+                if node in leaves:
+                    ends.append(node)
+                elif node in edges:
+                    if apart and edges[node] and node not in nodes:
                         apart = False
-                elif following := node.next_functions:
-                    edges[node] = following
-                    inner[node] = None
-                    for child, _ in following:
-                        if child is not None:
-                            found.append(child)
-                else:
-                    edges[node] = ()
-                    if (leaf := getattr(node, "variable", None)) is not None:
+                elif node is not None:
+                    edges[node] = following = node.next_functions
+                    if following:
+                        nodes[node] = None
+                        found += following
+                    elif (leaf := getattr(node, "variable", None)) is not None:
                         leaves[node] = leaf
                         ends.append(node)
-            parts.append((inner, ends))
-        # What each Send reaches: its nodes, and leaves; None if two Sends reach the same node, leaves aside.
-        self.parts = parts if apart else None
+            reached.append((nodes, ends))
+        if apart:
+            self.parts = dict(zip(self.inner, reached, strict=True))
 
     def run_last(self, roots: list[Root]) -> None:
         """Everything left, leaves included. If another pass has some of the leaves, run the rest before waiting."""
         leaves = self.leaves
         if not leaves:
             if roots:
-                self._call(roots, (), accumulate=True)
+                self._call(roots, (), True)
             return
         variables = list(leaves.values())
         claim = try_claim(variables)
@@ -103,29 +136,30 @@ class Graph:
             self.run_closed(self.edges, [root for root in roots if root[0].node not in leaves])
             roots = straight
             claim = wait_for_claim(variables)
+        kept = take_grads(variables)
         try:
-            self._run_with_leaves(roots, variables)
+            self._run_with_leaves(roots)
         finally:
+            self.gradients = take_grads(variables)
+            if kept:
+                put_back(kept)
             release(claim)
 
-    def _run_with_leaves(self, roots: list[Root], variables: list[Tensor]) -> None:
-        self._hand_over_large(roots)
+    def _run_with_leaves(self, roots: list[Root]) -> None:
+        for _, gradient in roots:
+            if gradient is not None and _is_large(gradient):
+                self._hand_over_large(roots)
+                break
         if self._sums:
             sums = self._sums.root()  # kept until the call returns: in inference mode an edge does not keep its node
             roots = [*roots, (get_gradient_edge(sums), torch.empty(0))]
-        if not roots:
-            return
-        shared = may_share(self.edges, self.leaves) if len(variables) > 1 else None
-        aside = put_aside(variables)
-        try:
+        if roots:
+            shared = len(self.leaves) > 1 and may_share(self.edges, self.leaves)
             if shared:
                 with shared_held(shared):
-                    self._call(roots, (), accumulate=True)
+                    self._call(roots, (), True)
             else:
-                self._call(roots, (), accumulate=True)
-            self.gradients = written(variables)
-        finally:
-            put_back(aside)
+                self._call(roots, (), True)
 
     def _hand_over_large(self, roots: list[Root]) -> None:
         """Turn large gradients that enter at a leaf into sums. A leaf copies what it is given unless nobody else holds
@@ -139,12 +173,15 @@ class Graph:
             edge, gradient = roots.pop(position)
             self._add(edge[0], gradient)
 
-    def run_closed(self, nodes: Iterable[Node], roots: list[Root], leaves: Iterable[Node] | None = None) -> None:
+    def run_closed(self, nodes: Iterable[Node], roots: list[Root], leaves: Sequence[Node] | None = None) -> None:
         """Nodes that lead to nothing but each other and `leaves`; what arrives at these is added to their sums."""
         if not roots:
             return
         if leaves is None:
             leaves = [child for node in nodes for child, _ in self.edges[node] if child in self.leaves]
+        if not leaves:
+            self._ask((), roots)
+            return
         below: dict[Node, None] = dict.fromkeys(leaves)
         found = self._ask(list(below), roots)
         visited: Mapping[Node, object] | None = None
@@ -202,25 +239,31 @@ class Graph:
     def _ask(self, leaves: Sequence[Node], roots: list[Root]) -> tuple[Tensor | None, ...]:
         """One engine call from `roots` that writes to no leaf and returns what arrived at each. Recvs run."""
         if not leaves:
-            self._call(roots, _NOTHING_BUT_RECVS, accumulate=False)
+            self._call(roots, _NOTHING_BUT_RECVS, False)
             return ()
         wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR)
         first = {edge.node for edge, _ in roots}
         with hooks_held([self.leaves[leaf] for leaf in leaves], first):
-            return self._call(roots, wanted, accumulate=False)[:-1]
+            return self._call(roots, wanted, False)[:-1]
 
     def _call(
-        self, roots: list[Root], wanted: tuple[GradientEdge, ...], *, accumulate: bool
+        self, roots: list[Root], wanted: tuple[GradientEdge, ...], accumulate: bool, whole: bool = False
     ) -> tuple[Tensor | None, ...]:
         """One call of torch's engine. Not through `torch.autograd.backward` and `grad`: their checks of shapes and
         dtypes were made when the gradients came, and cost as much as a small graph takes to run."""
-        if self._nones:
-            with _entering(roots) as entering, running_in(self._taker):
-                edges, gradients = zip(*entering, strict=True)
-                return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
+        if self._nones and not whole:
+            with _entering(roots) as entering:
+                return self._call(entering, wanted, accumulate, whole=True)
         edges, gradients = zip(*roots, strict=True)
-        with running_in(self._taker):
+        try:
+            before = _get_state(TAKER)
+        except RuntimeError:  # the first time in a thread
+            before = None
+        set_state(TAKER, self._taker)
+        try:
             return _run_backward(edges, gradients, self._retain_graph, self._create_graph, wanted, True, accumulate)
+        finally:
+            set_state(TAKER, before)
 
 
 def _is_large(gradient: Tensor) -> bool:

@@ -2,9 +2,9 @@
 
 A leaf's own node runs once in a pass, with the total, so that hooks on leaves see what they would see in one
 process. Until then its gradient arrives in parts, and asking the engine for a part would fire the leaf's tensor hooks:
-`hooks_held`. When the node runs it writes to `.grad`, which belongs to the user: `put_aside` keeps the user's value,
-`written` takes the result, `put_back` gives the value back. A leaf takes a gradient that nobody else holds and copies
-any other; one that several leaves have in common is to be copied for each, as in torch's distributed pass:
+`hooks_held`. When the node runs it writes to `.grad`, which belongs to the user: `take_grads` takes the user's value
+before that and the result after it, `put_back` gives the value back. A leaf takes a gradient that nobody else holds
+and copies any other; one that several leaves have in common is to be copied for each, as in torch's distributed pass:
 `shared_held`. Other passes may use the same leaves in other threads: whoever does any of this has claimed them.
 """
 
@@ -28,25 +28,20 @@ with torch.inference_mode(False), torch.enable_grad():  # whatever the mode is w
 _hooks_lock = threading.Lock()
 
 
-def put_aside(leaves: Iterable[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-    """Empty `.grad` of `leaves`, which the caller has claimed; what `put_back` puts back."""
-    kept = []
+def take_grads(leaves: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Empty `.grad` of `leaves`, which the caller has claimed: what was there. Before an engine call, the user's; after
+    it, what the call wrote."""
+    found = {}
     for leaf in leaves:
-        grad = leaf.grad
-        kept.append((leaf, grad))
-        if grad is not None:
+        if (grad := leaf.grad) is not None:
+            found[leaf] = grad
             leaf.grad = None
-    return kept
+    return found
 
 
-def written(leaves: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """What an engine call wrote into `.grad` of `leaves`, which had been put aside."""
-    return {leaf: grad for leaf in leaves if (grad := leaf.grad) is not None}
-
-
-def put_back(kept: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+def put_back(kept: Mapping[Tensor, Tensor]) -> None:
     """Give the user's `.grad` back."""
-    for leaf, grad in kept:
+    for leaf, grad in kept.items():
         leaf.grad = grad
 
 

@@ -27,7 +27,9 @@ from telegrad.errors import AutogradError, GradientMismatch
 K = TypeVar("K", bound=Hashable)
 Sends = Mapping[K, Entered]
 
-_LAST: Batch[Node] = Batch(Way.LAST)
+_LAST: Batch[Node] = Batch(Way.LAST, recvs=None)
+_ALL_BUT_LEAVES: Batch[Node] = Batch(Way.CLOSED, recvs=None)
+_NOTHING: dict[Any, Any] = {}  # never changed
 
 
 class LocalPass(Generic[K]):
@@ -47,21 +49,22 @@ class LocalPass(Generic[K]):
     done = False  # all has run
     over = False  # given up: nothing is delivered any more
     gradients: Mapping[Tensor, Tensor] = {}
-    _graph_type: Callable[[Iterable[Entered], Taker, bool], Graph] = Graph
+    _graph_type: Callable[[Sends[K], Taker, bool], Graph] = Graph
     _graph: Graph | None = None  # from the start to the end; the runner's
     _plan: "Apart[K, Node] | Plan[K, Node] | None" = None  # only if something may run before all has been heard
+    _sends: Sends[K] = _NOTHING  # as all tables here: replaced when the pass starts
+    _unheard: dict[K, Entered] = _NOTHING
     _recvs: Iterable[RecvNode] = ()
+    _untold: dict[Node, RecvNode] = _NOTHING
+    _roots: list[Root] = []  # noqa: RUF012 - heard or collected, not yet entered
     _running = False
+    _inner_taken = False  # whether all that is above leaves has been taken to run
     _some_dead = False  # whether a tensor of a Send was heard without a gradient
 
     def __init__(self, retain_graph: bool) -> None:
         self.retain_graph = retain_graph
         self._lock = threading.Lock()  # guards all of this, except what only the runner touches
-        self._sends: Sends[K] = {}
-        self._unheard: dict[K, Entered] = {}
-        self._untold: dict[Node, RecvNode] = {}
         self._early: list[tuple[K, Gradients | None]] = []  # heard before the start
-        self._roots: list[Root] = []  # heard or collected, not yet entered
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
         """A Recv has its gradients, or None: none will come."""
@@ -85,7 +88,7 @@ class LocalPass(Generic[K]):
 
     def start(self, sends: Sends[K], recvs: Iterable[RecvNode]) -> None:
         """Walk the graph, and tell the Recvs that nothing reaches."""
-        graph = self._graph_type(sends.values(), self._tell, self.retain_graph)
+        graph = self._graph_type(sends, self._tell, self.retain_graph)
         self._recvs = recvs
         self._untold = untold = {recv.node: recv for recv in recvs}
         if not untold.keys() <= graph.edges.keys():
@@ -93,23 +96,23 @@ class LocalPass(Generic[K]):
         with self._lock:
             if self.over:
                 return  # given up meanwhile
-            self._sends, self._unheard = sends, dict(sends)
+            self._roots = []
+            self._sends, self._unheard = sends, {**sends}
+            self._graph = graph
             for key, gradients in self._early:
                 self._enter(key, gradients)
-            self._early = []
-            if self._unheard and len(sends) > 1:
-                self._make_plan(graph)
-            self._graph = graph
+            self._early.clear()
 
-    def _make_plan(self, graph: Graph) -> None:
+    def _make_plan(self, graph: Graph) -> "Apart[K, Node] | Plan[K, Node]":
+        """Which part of the graph may run now: asked only while a Send has not been heard."""
+        heard = [key for key in graph.inner if key not in self._unheard]
         if graph.parts is not None:
-            self._plan = Apart(dict(zip(self._sends, graph.parts, strict=True)))
-        else:
-            entries = {key: [edge.node for edge in send.edges] for key, send in self._sends.items()}
-            self._plan = Plan(graph.edges, entries, self._untold)
-        for key in self._sends:
-            if key not in self._unheard:
-                self._plan.heard(key)
+            return Apart(graph.parts, heard)
+        entries = {key: [edge.node for edge in send.edges] for key, send in graph.inner.items()}
+        plan = Plan(graph.edges, entries, self._untold)
+        for key in heard:
+            plan.heard(key)
+        return plan
 
     def hear(self, key: K, gradients: Gradients | None) -> None:
         """The Send `key` has its gradients, or none will come."""
@@ -127,10 +130,11 @@ class LocalPass(Generic[K]):
             return
         if gradients is None:
             self._some_dead = True
-        elif len(gradients) != len(send.edges):
-            raise GradientMismatch(f"{key!r} has {len(send.edges)} tensors, not {len(gradients)}; no gradient was used")
         else:
-            for root in zip(send.edges, gradients, strict=True):
+            edges = send.edges
+            if len(gradients) != len(edges):
+                raise GradientMismatch(f"{key!r} has {len(edges)} tensors, not {len(gradients)}; no gradient was used")
+            for root in zip(edges, gradients, strict=True):
                 if root[1] is None:
                     self._some_dead = True
                 else:
@@ -138,7 +142,7 @@ class LocalPass(Generic[K]):
             if type(gradients) is list:
                 gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
         del self._unheard[key]
-        if self._plan is not None:
+        if self._plan is not None and not send.at_leaves:
             self._plan.heard(key)
 
     def _refuse(self, key: K, gradients: Gradients | None) -> None:
@@ -147,36 +151,35 @@ class LocalPass(Generic[K]):
 
     def run(self) -> None:
         """Run everything that may run. Returns at once if another thread is running: that one will run this, too."""
-        taken = self._take(begin=True)
-        if taken is None:
-            return
-        graph = self._graph
-        assert graph is not None
+        with self._lock:  # that `hear` takes, so that what is heard later finds this thread running, or nobody
+            graph = self._graph
+            if graph is None or self._running:
+                return
+            taken = self._take(graph)
         try:
             while taken is not None:
-                since = 0.0 if trace.recorder is None else trace.now()
                 batch, roots = taken
-                recvs = list(self._untold) if batch is _LAST else batch.recvs
+                since = 0.0 if trace.recorder is None else trace.now()
                 if self._some_dead:  # a peer may be waiting to hear that nothing comes: before this runs
                     reached = reached_from(roots)
+                    recvs = self._untold if batch.recvs is None else batch.recvs
                     self._tell_none([node for node in recvs if node not in reached])
                 if batch is _LAST:
                     graph.run_last(roots)
                 elif batch.way is Way.CLOSED:
-                    graph.run_closed(batch.nodes, roots, batch.leaves)
+                    graph.run_closed(batch.nodes, roots, graph.ends if batch is _ALL_BUT_LEAVES else batch.leaves)
                 else:
-                    crossing = graph.run_cut(batch.nodes, roots)
-                    with self._lock:
-                        self._roots += crossing
+                    self._roots.extend(graph.run_cut(batch.nodes, roots))
                 if since and trace.recorder is not None:
                     trace.recorder.span(f"region ({batch.way.name.lower()})", "backward", since)
-                if self._untold:
-                    self._tell_none(recvs)  # those that a node gave no gradient
+                if self._untold:  # those that a node gave no gradient
+                    self._tell_none([*self._untold] if batch.recvs is None else batch.recvs)
                 if batch is _LAST:
                     roots.clear()  # so that a gradient that only passed through is nobody's here any more
                     self._all_has_run(graph.gradients)
                     return
-                taken = self._take()
+                with self._lock:
+                    taken = self._take(graph)
         except BaseException as error:
             add_hint(error)
             empty_queue()
@@ -186,35 +189,50 @@ class LocalPass(Generic[K]):
                 self._release()
             raise
 
-    def _take(self, begin: bool = False) -> tuple[Batch[Node], list[Root]] | None:
-        """The next batch and what enters it. With None this thread does not run, or runs no longer: within the lock
-        that `hear` takes, so that what is heard later finds nobody running."""
-        with self._lock:
-            if begin and (self._running or self._graph is None):
-                return None
-            roots = self._roots
-            if self.over:
-                self._release()
-            elif not self._unheard:
+    def _take(self, graph: Graph) -> tuple[Batch[Node], list[Root]] | None:
+        """Under the lock: the next batch and what enters it. With None this thread does not run, or runs no longer."""
+        roots = self._roots
+        if self.over:
+            self._release()
+        elif not self._unheard:
+            self._roots = []
+            self._running = True
+            return _LAST, roots
+        elif (batch := self._may_run(graph)) is not None:
+            nodes, inside = (graph.leaves, False) if batch is _ALL_BUT_LEAVES else (batch.nodes, True)
+            entering = [root for root in roots if (root[0][0] in nodes) is inside]
+            if len(entering) == len(roots):
                 self._roots = []
-                self._running = True
-                return _LAST, roots
-            elif self._plan is not None and (batch := self._plan.take()) is not None:
-                inside = batch.nodes
-                self._roots = [root for root in roots if root[0][0] not in inside]
-                self._running = True
-                return batch, [root for root in roots if root[0][0] in inside]
-            self._running = False
-            return None
+            else:
+                self._roots = [root for root in roots if (root[0][0] in nodes) is not inside]
+            self._running = True
+            return batch, entering
+        self._running = False
+        return None
+
+    def _may_run(self, graph: Graph) -> Batch[Node] | None:
+        """What need not wait for the Sends that have not been heard."""
+        if graph.inner.keys().isdisjoint(self._unheard):  # they enter at leaves alone, which wait for all
+            if self._inner_taken:
+                return None
+            self._inner_taken = True
+            return _ALL_BUT_LEAVES
+        if self._plan is None:
+            if len(graph.inner) < 2:
+                return None
+            self._plan = self._make_plan(graph)
+        return self._plan.take()
 
     def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
         """The last batch has run. False if the pass was given up meanwhile."""
         with self._lock:
             self._running = False
             self._release()
-            if not self.over:
-                self.gradients, self.done = gradients, True
-            return self.done
+            if self.over:
+                return False
+            self.gradients = gradients
+            self.done = True
+        return True
 
     def abort(self) -> None:
         """Give up and release everything. What is in the engine now still ends, but nothing is delivered any more."""
@@ -227,7 +245,9 @@ class LocalPass(Generic[K]):
         """Under the lock: let go of the graph and of every gradient on its way."""
         self._graph = self._plan = None
         self._recvs = ()
-        self._sends, self._unheard, self._untold, self._roots, self._early = {}, {}, {}, [], []
+        self._early.clear()
+        self._sends = self._unheard = self._untold = _NOTHING
+        self._roots = []
 
     def _tell(self, node: Node, gradients: Gradients | None) -> None:
         """A Recv has its gradients: called by the Recv from inside the engine, on whichever thread that is. The engine

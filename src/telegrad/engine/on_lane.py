@@ -40,6 +40,11 @@ class PassOnLane(Pass):
         with order.on(self.lane):
             super().begin(roots)
 
+    def begin_with(self, key: MessageId, gradients: Gradients | None) -> None:
+        """Hear the gradients that came with the first word of the pass, and start."""
+        self.hear_and_run(key, gradients)
+        self.begin()
+
     def hear(self, key: MessageId, gradients: Gradients | None) -> None:
         """The Send `key` has its gradients, or none will come."""
         order.hand_over(gradients or (), self.lane)

@@ -8,6 +8,7 @@
 On the worker that called `backward` the part is a `RootPass`, which waits for the others (`root_pass.py`).
 """
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,14 +43,19 @@ class Roots(NamedTuple):
     edges: tuple[GradientEdge, ...]
     gradients: list[Tensor]
 
+    @property
+    def at_leaves(self) -> bool:
+        """Not worth asking."""
+        return False
+
 
 class Pass(LocalPass[MessageId]):
     """A backward pass as one worker sees it. Messages may come from any thread and in any order."""
 
     error: BaseException | None = None
     finished = False  # done or given up
-    to_invite: set[WorkerId] | frozenset[WorkerId] = frozenset()  # of `known`, those this worker has yet to tell
     _ended = False  # whether those who wait for the end have been called
+    _on_end: "tuple[Callable[[Pass], None], ...]" = ()
 
     def __init__(
         self,
@@ -60,14 +66,16 @@ class Pass(LocalPass[MessageId]):
         retain_graph: bool,
         known: Iterable[WorkerId],
     ) -> None:
-        LocalPass.__init__(self, retain_graph)
+        self.retain_graph = retain_graph
+        self._lock = threading.Lock()
         self.service = service
         self.context = context
         self.pass_id = pass_id
         self.root = root
-        self.known = {service.here, root, *known}  # workers that have been told of this pass, as far as we know
-        self._on_end: list[Callable[[Pass], None]] = []
+        self.to_invite: set[WorkerId] = set()  # of `known`, those this worker has yet to tell
+        self._early = []
         self._for_root: list[tuple[MessageId, Gradients | None]] = []  # to go with the answer, if that comes soon
+        self.known = {service.here, root, *known}  # workers that have been told of this pass, as far as we know
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.finished else "running"
@@ -99,16 +107,18 @@ class Pass(LocalPass[MessageId]):
         try:
             if self.finished:
                 return  # given up before it could start
-            sends, recvs, orphans, alone = self.context.snapshot(self.pass_id, self._late)
-            if self.context.participants - self.known:
-                self._spread({recv.peer for recv in recvs.values()} | set(orphans.values()))
-            entries: dict[MessageId, SendNode | Roots] = {**sends}
+            context = self.context
+            found = context.snapshot(self.pass_id, self._late)
+            sends: Mapping[MessageId, SendNode | Roots] = found.sends
+            recvs, orphans = found.recvs.values(), found.orphans
+            if not self.known >= context.participants:
+                self._spread({recv.peer for recv in recvs}.union(orphans.values()))
             if roots is not None:
-                entries[ROOT] = roots
+                sends = {ROOT: roots, **sends}
                 self._early.append((ROOT, roots.gradients))
-            for key in alone:
+            for key in found.alone:
                 self.hear(key, None)
-            self.start(entries, recvs.values())
+            self.start(sends, recvs)
             for message_id, peer in orphans.items():
                 self.service.tell(self, peer, message_id, None)
             self.run()
@@ -116,6 +126,14 @@ class Pass(LocalPass[MessageId]):
                 self._invite_rest()
         except Exception as error:
             self.fail(error)
+
+    def begin_with(self, key: MessageId, gradients: Gradients | None) -> None:
+        """The first word of the pass came with gradients for a Send of this worker: hear them, and start."""
+        if _profiler_enabled():
+            self.hear_and_run(key, gradients)
+        else:
+            self._early.append((key, gradients))
+        self.begin()
 
     def _spread(self, will_hear: set[WorkerId]) -> None:
         """Bring in the participants that nobody else is known to tell. `will_hear` get a message of a Recv anyway."""
@@ -127,7 +145,6 @@ class Pass(LocalPass[MessageId]):
 
     def _invite_rest(self) -> None:
         """What could run has run. A Recv that waits may wait for the very worker it would tell of the pass."""
-        assert isinstance(self.to_invite, set)
         while self.to_invite and not self.finished:
             self.service.invite(self, self.to_invite.pop())
 
@@ -170,12 +187,13 @@ class Pass(LocalPass[MessageId]):
             self._send_for_root()  # there is more to wait for: let the root go on meanwhile
 
     def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
-        if LocalPass._all_has_run(self, gradients):
-            if gradients:
-                self.context.accumulate(gradients)
-            self.finished = True
-            self._end()
-        return self.done
+        if not LocalPass._all_has_run(self, gradients):
+            return False
+        if gradients:
+            self.context.accumulate(gradients)
+        self.finished = True
+        self._end()
+        return True
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
         """A Recv has its gradients. They leave at once, unless they can go with the answer to the root very soon."""
@@ -195,7 +213,7 @@ class Pass(LocalPass[MessageId]):
         """What the answer to the root should carry."""
         with self._lock:
             taken, self._for_root = self._for_root, []
-        return taken
+            return taken
 
     def _send_for_root(self) -> None:
         for key, gradients in self.take_for_root():
@@ -235,7 +253,7 @@ class Pass(LocalPass[MessageId]):
 
     def _given_up(self, error: BaseException) -> None:
         if isinstance(error, WorkerDied):
-            self.context.failure = error.again()
+            self.context.lose(error)
         self.abort()
         self._end()
 
@@ -243,18 +261,17 @@ class Pass(LocalPass[MessageId]):
         """Call `action` when this worker's part is over; now, if it is."""
         with self._lock:
             if not self._ended:
-                self._on_end.append(action)
+                self._on_end += (action,)
                 return
         action(self)
 
     def _end(self) -> None:
         with self._lock:
             self._ended = True
-            actions = self._on_end
+            actions, self._on_end = self._on_end, ()
             if self.error is not None:
                 self._for_root = []
         if self._for_root and not actions:  # no answer that they could go with
             self._send_for_root()
         for action in actions:
             action(self)
-        self._on_end = []

@@ -26,7 +26,7 @@ import msgspec
 K = TypeVar("K", bound=Hashable)
 N = TypeVar("N", bound=Hashable)
 Edges: TypeAlias = Sequence[tuple[N | None, int]]
-Part: TypeAlias = tuple[dict[N, None], Sequence[N]]  # what one Send reaches: nodes, and leaves
+Part: TypeAlias = tuple[Mapping[N, None], Sequence[N]]  # what one Send reaches: nodes, and leaves
 
 
 class Way(enum.Enum):
@@ -53,12 +53,12 @@ class Region(Generic[N]):
 
 
 class Batch(msgspec.Struct, Generic[N], eq=False):
-    """What runs now, and which of its nodes may be Recvs. Of a `LAST` batch neither is listed: all that has not run."""
+    """What runs now, and which of its nodes may be Recvs. None: all that has not run."""
 
     way: Way
     nodes: Collection[N] = ()
-    recvs: Iterable[N] = ()
-    leaves: Iterable[N] | None = None  # that a closed batch leads to, if that is known
+    recvs: Iterable[N] | None = ()
+    leaves: Sequence[N] | None = None  # that a closed batch leads to, if that is known
 
 
 def mark(graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]]) -> dict[N, int]:
@@ -88,24 +88,25 @@ def mark(graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]]) -> dict[N, i
 class Apart(Generic[K, N]):
     """The plan of the usual case: no two Sends reach the same node, leaves aside. What is heard may run, alone."""
 
-    __slots__ = ("_heard", "_parts")
+    __slots__ = ("_parts", "_ready")
 
-    def __init__(self, parts: Mapping[K, Part[N]]) -> None:
+    def __init__(self, parts: Mapping[K, Part[N]], heard: Iterable[K]) -> None:
         self._parts = parts
-        self._heard: list[K] = []
+        self._ready = list(heard)
 
     def heard(self, key: K) -> None:
         """The Send `key` has its gradients, or will have none."""
-        self._heard.append(key)
+        self._ready.append(key)
 
     def take(self) -> Batch[N] | None:
         """What may run before all has been heard."""
-        if not self._heard:
+        ready = self._ready
+        if not ready:
             return None
-        nodes, leaves = self._parts[self._heard.pop()]
-        while self._heard:
-            more_nodes, more_leaves = self._parts[self._heard.pop()]
-            nodes, leaves = nodes | more_nodes, [*leaves, *more_leaves]
+        nodes, leaves = self._parts[ready.pop()]
+        while ready:
+            more_nodes, more_leaves = self._parts[ready.pop()]
+            nodes, leaves = {**nodes, **more_nodes}, [*leaves, *more_leaves]
         return Batch(Way.CLOSED, nodes, nodes, leaves) if nodes else None
 
 

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from telegrad.engine.service import Service
 
 _LONG = 3600.0
+_SOON = 0.002  # seconds: a reply that takes longer may be waiting for something that the root has to hear
 
 
 class RootPass(Pass):
     """A backward pass on the worker that began it."""
 
     complete = False  # all are done: nothing can fail any more
-    _open = 0  # requests without an answer
+    _named: frozenset[WorkerId] = frozenset()  # participants that others told of, and this worker did not know
     _waiting = False
     _told_of_error = False
     _news: Wakeup | None = None  # made by the root before it sleeps; set when something was settled
@@ -45,14 +46,15 @@ class RootPass(Pass):
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._asked: list[Slot] = []
-        self._named: set[WorkerId] = set()  # participants that others told of
+        self._invited: list[Slot] = []
+        self._open: list[None] = []  # one for each request without an answer; whoever adds or removes one needs no lock
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         return False  # it has nobody to answer: gradients for its own Sends, of calls to itself, are told like others
 
     def progress(self) -> tuple[Hashable, ...]:
         """The same of the root, which waits for others."""
-        asked = [(slot.done, slot.complete is None, slot.link.member.worker_id) for slot in self._asked]
+        asked = [(slot.done, slot.complete is None, slot.link.member.worker_id) for slot in self._asked + self._invited]
         ends = self._ended, self.complete, self._told_of_error, bool(self._open)
         return *Pass.progress(self), *ends, frozenset(self._named), tuple(asked)
 
@@ -60,18 +62,16 @@ class RootPass(Pass):
 
     def ask(self, member: Member, message: AnyMessage, packed: Packed) -> None:
         """Send a request that is answered when `member` is done."""
-        with self._lock:
-            self._open += 1
+        self._open.append(None)
         try:
             slot = self.service.agent.send(
                 member, message, packed, timeout=0.0, what=self.what, complete=self._take_answer, attended=True
             )
         except BaseException:
-            with self._lock:
-                self._open -= 1
+            self._open.pop()
             raise
         # First those that may answer with gradients, so that the root reads these itself.
-        self._asked.insert(len(self._asked) if type(message) is BeginPass else 0, slot)
+        (self._invited if type(message) is BeginPass else self._asked).append(slot)
         if self._waiting:  # the root will not come for this reply itself
             slot.link.expect()
 
@@ -87,15 +87,16 @@ class RootPass(Pass):
         try:
             reply = agent.reply_frame(slot).message
             if type(reply) is PassDone:
-                self._named.update(reply.participants)
+                if not self.known.issuperset(reply.participants):
+                    with self._lock:
+                        self._named |= frozenset(reply.participants)
                 if reply.gradients:
                     self._hear_with_answer(slot.link.member, reply, agent.reply_tensors(slot))
         except RpcTimeout as error:  # of this request, or one that the worker's own pass met
             self.fail(self._too_late(slot) if unanswered else error)
         except BaseException as error:
             self.fail(error)
-        with self._lock:
-            self._open -= 1
+        self._open.pop()
         if self._news is not None:
             self._news.set()
 
@@ -123,7 +124,7 @@ class RootPass(Pass):
                 self._await_replies()
                 while (self._open or not self._ended) and self.error is None:
                     self._sleep()
-                newcomers = self._named - self.known
+                newcomers = self._named and self._named - self.known
                 if self.error is not None or not newcomers:
                     break
                 self.known |= newcomers
@@ -132,6 +133,7 @@ class RootPass(Pass):
         except BaseException as error:
             self.fail(error)
         self._asked.clear()
+        self._invited.clear()
         with self._lock:
             self.complete = self.error is None
         if self.error is not None:
@@ -139,13 +141,20 @@ class RootPass(Pass):
             raise self.error
 
     def _await_replies(self) -> None:
-        """Read replies in this thread, link by link, while the I/O threads look after the other links."""
-        waiting = [slot for slot in self._asked if not slot.done]
-        for slot in waiting[1:]:
-            slot.link.expect()
-        for slot in waiting:
+        """Read replies in this thread, link by link. It does so alone as long as they come one right after the other:
+        to wake another thread for each costs more than to read it. When one does not come, perhaps because it waits for
+        what another brings, the I/O threads look after the other links."""
+        asked = self._asked + self._invited if self._invited else self._asked
+        alone = len(asked) > 1
+        for slot in asked:
             if self.error is not None:
                 return
+            while alone and not slot.done:
+                if not slot.link.poll(slot, _SOON):
+                    alone = False
+                    for other in asked:
+                        if not other.done and other is not slot:
+                            other.link.expect()
             slot.deadline = self._deadline
             slot.wait()
             self._take_answer(slot)
@@ -161,7 +170,7 @@ class RootPass(Pass):
             self._news.wait(min(left, _LONG))
 
     def _too_late(self, *expired: Slot) -> RpcTimeout:
-        slots = [*expired, *[slot for slot in self._asked if slot.complete is not None]]
+        slots = [*expired, *[slot for slot in self._asked + self._invited if slot.complete is not None]]
         late = sorted({slot.link.member.name for slot in slots})
         return RpcTimeout(
             f"RPC ran for more than set timeout ({round(self._timeout * 1000)} ms): the backward pass is not complete. "

@@ -51,7 +51,6 @@ log = logging.getLogger("telegrad.engine")
 
 _SMALL = 32 * 1024
 _MOST_TEXT = 2000
-_ALL = [(True,) * count for count in range(8)]
 
 
 class Service(Layer):
@@ -65,7 +64,6 @@ class Service(Layer):
         self.here = agent.member.worker_id
         self._pass_ids = ids_of(peer_of(agent.member))
         self._lock = threading.Lock()
-        self._passes: dict[ContextId, Pass] = {}  # the latest of each context
 
     def name_of(self, worker: WorkerId) -> str:
         """A worker's name, for texts."""
@@ -86,7 +84,7 @@ class Service(Layer):
         self, context: Context, pass_id: PassId, root: WorkerId, retain_graph: bool, known: Iterable[WorkerId]
     ) -> tuple[Pass, bool]:
         """The pass of that id, and whether this is the first word of it here."""
-        latest = self._passes.get(context.context_id)
+        latest = context.latest
         if latest is not None and latest.pass_id == pass_id:
             return latest, False
         pass_ = (PassOnLane if order.active else Pass)(self, context, pass_id, root, retain_graph, known)
@@ -96,32 +94,33 @@ class Service(Layer):
     def _enter(self, context: Context, pass_: Pass) -> Pass:
         """Make `pass_` the latest of its context, unless another thread was first with it."""
         pass_id, root = pass_.pass_id, pass_.root
-        with self._lock:
-            latest = self._passes.get(context.context_id)
-            if latest is not None and latest.pass_id == pass_id:
-                return latest
-            if pass_id < context.newest_pass.get(root, pass_id):
-                raise AutogradError(
-                    f"backward pass {pass_id} of context {context.context_id} is over: a later one began"
-                )
-            superseded = latest is not None and latest.root == root and root != self.here
-            if latest is not None and not latest.finished and not superseded:
-                raise AutogradError(
-                    f"worker {self.agent.info.name!r} is still in another backward pass of context "
-                    f"{context.context_id} ({latest}); passes over one context run one after the other"
-                )
-            context.check_usable()
-            self._passes[context.context_id] = pass_
+        with context.lock:
+            latest: Pass | None = context.latest
+            if latest is not None:
+                if latest.pass_id == pass_id:
+                    return latest
+                self._check_may_follow(context, latest, pass_id, root)
+            if not context.usable:
+                context.check_usable()
+            context.latest = pass_
             context.newest_pass[root] = pass_id
         if latest is not None and not latest.finished:  # its root has given it up, or it would not have begun another
             latest.fail(AutogradError(f"backward pass {latest.pass_id} was given up by its root, which began another"))
-        context.waiting_for = pass_.waiting_for
         return pass_
+
+    def _check_may_follow(self, context: Context, latest: Pass, pass_id: PassId, root: WorkerId) -> None:
+        if pass_id < context.newest_pass.get(root, pass_id):
+            raise AutogradError(f"backward pass {pass_id} of context {context.context_id} is over: a later one began")
+        superseded = latest.root == root and root != self.here
+        if not latest.finished and not superseded:
+            raise AutogradError(
+                f"worker {self.agent.info.name!r} is still in another backward pass of context "
+                f"{context.context_id} ({latest}); passes over one context run one after the other"
+            )
 
     def passes(self) -> list[Pass]:
         """The latest pass of each context."""
-        with self._lock:
-            return list(self._passes.values())
+        return [context.latest for context in self.registry.contexts() if context.latest is not None]
 
     def waits(self) -> list[tuple[str, int]]:
         """What the passes here wait for, and the worker of each."""
@@ -132,12 +131,14 @@ class Service(Layer):
                 waits.append((f"{what}, waits for {self.name_of(peer)} (message {message_id})", int(peer)))
         return waits
 
-    def forget(self, context_id: ContextId) -> None:
-        """The context has ended: so have its passes."""
-        with self._lock:
-            pass_ = self._passes.pop(context_id, None)
-        if pass_ is not None and not pass_.finished:
-            pass_.fail(AutogradError(f"context {context_id} ended while a backward pass over it was running"))
+    def end(self, context_id: ContextId) -> Context | None:
+        """Forget a context here; so its passes have ended. What it was, if it was there."""
+        context = self.registry.end(context_id)
+        if context is not None and (pass_ := context.latest) is not None:
+            context.latest = None
+            if not pass_.finished:
+                pass_.fail(AutogradError(f"context {context_id} ended while a backward pass over it was running"))
+        return context
 
     # --- telling others ---
 
@@ -149,14 +150,8 @@ class Service(Layer):
     def tell(self, pass_: Pass, worker: WorkerId, message_id: MessageId, gradients: Gradients | None) -> None:
         """Give the peer of a Recv its gradients, or tell it that none will come."""
         present, tensors = _to_send(gradients)
-        message = PropagateGradients(
-            AutogradMetadata(pass_.context.context_id, message_id),
-            pass_.pass_id,
-            pass_.root,
-            pass_.retain_graph,
-            pass_.named(),
-            present,
-        )
+        metadata = AutogradMetadata(pass_.context.context_id, message_id)
+        message = PropagateGradients(metadata, pass_.pass_id, pass_.root, pass_.retain_graph, pass_.named(), present)
         self._request(pass_, worker, message, Packed(b"", tensors))
 
     def tell_too_late(self, pass_: Pass, worker: WorkerId, message_id: MessageId) -> None:
@@ -167,8 +162,7 @@ class Service(Layer):
         )
 
     def _request(self, pass_: Pass, worker: WorkerId, message: AnyMessage, packed: Packed) -> None:
-        if pass_.to_invite:
-            pass_.to_invite -= {worker}
+        pass_.to_invite.discard(worker)
         pass_.ask(self._member(worker), message, packed)
 
     def refused(self, pass_: Pass, error: Exception) -> None:
@@ -206,7 +200,7 @@ class Service(Layer):
             return
         pass_, is_new = self.join(context, message.pass_id, message.root, message.retain_graph, message.participants)
         if request.caller.worker_id == message.root:
-            pass_.when_ended(lambda ended: self._answer_root(request, ended))
+            pass_.when_ended(partial(self._answer_root, request))
         else:
             self.agent.reply(request, PropagateGradientsReply(), lazy=True)
         if is_new:
@@ -216,32 +210,31 @@ class Service(Layer):
         """The handler of `PropagateGradients`."""
         message = request.message
         assert type(message) is PropagateGradients
+        message_id, caller, present = message.metadata.message_id, request.caller.worker_id, message.present
         context = self.registry.find(message.metadata.context_id)
         tensors = self.agent.received(request)
-        if sum(message.present) != len(tensors):
+        if sum(present) != len(tensors):
             raise AutogradError(
-                f"{len(tensors)} gradients came for message {message.metadata.message_id} of context "
-                f"{context.context_id}, but {sum(message.present)} were announced; they were not used"
+                f"{len(tensors)} gradients came for message {message_id} of context "
+                f"{context.context_id}, but {sum(present)} were announced; they were not used"
             )
-        arrived = iter(tensors)
-        gradients = [next(arrived) if there else None for there in message.present] if message.present else None
-        tensors.clear()
+        gradients: list[Tensor | None] | None = None
+        if present:
+            arrived = iter(tensors)
+            gradients = [next(arrived) if there else None for there in present]
+            tensors.clear()
         # Before anything is begun: what is wrong concerns its sender, and through it the root, but not this worker.
-        self.check(context, message.metadata.message_id, request.caller.worker_id, gradients)
-        from_root = request.caller.worker_id == message.root
+        self.check(context, message_id, caller, gradients)
+        from_root = caller == message.root
         pass_, is_new = self.join(context, message.pass_id, message.root, message.retain_graph, message.participants)
         if from_root:  # it has its answer when the pass ends, so an error must end that rather than be a second answer
-            pass_.when_ended(lambda ended: self._answer_root(request, ended))
+            pass_.when_ended(partial(self._answer_root, request))
         try:
-            pass_.hear_and_run(
-                message.metadata.message_id, gradients
-            )  # first of all, so that it is there when the pass begins
+            (pass_.begin_with if is_new else pass_.hear_and_run)(message_id, gradients)
         except Exception as error:
             if not from_root:
                 raise
             pass_.fail(error)
-        if is_new:
-            pass_.begin()
         if not from_root:
             self.agent.reply(request, PropagateGradientsReply(), lazy=True)
 
@@ -278,8 +271,7 @@ class Service(Layer):
         if context is not None:
             self.check(context, message.metadata.message_id, request.caller.worker_id, None)
         if context is not None and context.came_too_late(message.metadata.message_id, message.pass_id):
-            with self._lock:
-                pass_ = self._passes.get(context.context_id)
+            pass_ = context.latest
             if pass_ is not None and pass_.pass_id == message.pass_id:
                 pass_.hear_and_run(message.metadata.message_id, None)
         self.agent.reply(request, Ack(), lazy=True)
@@ -291,13 +283,12 @@ class Service(Layer):
         context = self.registry.get(message.context_id)
         if context is None:
             return
-        with self._lock:
-            pass_ = self._passes.get(message.context_id)
+        pass_ = context.latest
         text = f"the backward pass failed on worker {message.worker!r}: {message.text}"
         error: Exception = AutogradError(text)
         if message.dead:
             error = WorkerDied(text, worker=message.dead, incarnation=message.incarnation)
-            context.failure = error.again()
+            context.lose(error)
         if pass_ is not None and pass_.pass_id == message.pass_id:
             pass_.fail(error)
 
@@ -305,11 +296,9 @@ class Service(Layer):
         """A worker is gone: contexts it opened end, contexts it had a part in cannot be used any more."""
         for context in self.registry.contexts():
             if context.opened_by == member.worker_id:
-                self.registry.end(context.context_id)
-                self.forget(context.context_id)
+                self.end(context.context_id)
                 continue
-            with self._lock:
-                pass_ = self._passes.get(context.context_id)
+            pass_ = context.latest
             if member.worker_id in context.participants or (pass_ is not None and pass_.root == member.worker_id):
                 self._spoil(context, member.name, member.incarnation)
                 if context.opened_by != self.here:
@@ -319,9 +308,8 @@ class Service(Layer):
     def _spoil(self, context: Context, dead: str, incarnation: int) -> None:
         text = f"worker {dead!r}, which had a part in it, is gone."
         error = WorkerDied(text, worker=dead, incarnation=incarnation)
-        context.failure = error.again()
-        with self._lock:
-            pass_ = self._passes.get(context.context_id)
+        context.lose(error)
+        pass_ = context.latest
         if pass_ is not None:
             pass_.fail(error)
 
@@ -369,6 +357,7 @@ def _to_send(gradients: Gradients | None) -> tuple[tuple[bool, ...], list[Tensor
             if not plain.is_contiguous() and plain.layout is torch.strided and plain.nbytes <= _SMALL:
                 plain = plain.contiguous()
             tensors.append(plain)
-    if len(tensors) == len(gradients):
-        return _ALL[len(tensors)] if len(tensors) < len(_ALL) else (True,) * len(tensors), tensors
+    count = len(tensors)
+    if count == len(gradients):
+        return (True,) * count, tensors
     return tuple([gradient is not None for gradient in gradients]), tensors

@@ -67,7 +67,11 @@ _decode = msgspec.msgpack.Decoder(Announcement).decode
 def folder() -> Path:
     """Where the files are; made if it is not there, and refused if it is somebody else's."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(base, "telegrad") if base else Path(tempfile.gettempdir(), f"telegrad-{os.getuid()}")
+    path = (
+        Path(base, "telegrad")
+        if base and os.path.isdir(base)
+        else Path(tempfile.gettempdir(), f"telegrad-{os.getuid()}")
+    )
     for each in (path, path / "workers"):
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = each.lstat()
@@ -146,7 +150,10 @@ def jobs() -> list[Job]:
 
 def choose(pid: int | None = None) -> Job:
     """The job that runs here, or that of process `pid`. TelegradError if there is none, or no saying which."""
-    found = jobs()
+    try:
+        found = jobs()
+    except OSError as error:
+        raise TelegradError(f"the files by which jobs are found cannot be read: {error}") from error
     listing = "\n".join(f"  {job}" for job in found)
     if pid is not None:
         mine = [job for job in found if any(a.member.pid == pid for a in job.workers)]

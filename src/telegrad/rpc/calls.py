@@ -8,7 +8,7 @@ import torch
 from telegrad.errors import RpcTimeout, WorkerDied
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.function_table import BY_NAME, sendable
-from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.link import NOTHING, Link
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.client.replies import reply_frame
 from telegrad.rpc.current import require_agent, running
@@ -29,8 +29,6 @@ Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 Worker = str | int | WorkerInfo
 Complete = Callable[[Slot], None]  # what to do when the reply has come or will not, in whichever thread finds out
-
-NOTHING = Packed(b"", [])
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # torch declares no type
 
 
@@ -69,24 +67,21 @@ def start_call(
 
     `subject`: what it is called in errors, if not by the function's name."""
     around: Around | None = None
-    if _profiling():
-        profiler = agent.find_layer(CallProfiler)
-        if profiler is not None:
-            how = "remote" if make is not PythonCall else "sync" if future is None else "async"
-            around = profiler.begin(how, func, link.member)
+    if _profiling() and (profiler := agent.find_layer(CallProfiler)) is not None:
+        how = "remote" if make is not PythonCall else "sync" if future is None else "async"
+        around = profiler.begin(how, func, link.member)
     if timeout == UNSET_RPC_TIMEOUT:
         timeout = agent.rpc_timeout
     args = tuple(args) if args else ()
     if agent.layers.plain:
         func = exported_name(func)
     known = link.functions.known.get(func) if isinstance(func, BY_NAME) else None
-    definition = b""  # of the function, if the other side does not know it yet
+    definition = full = b""  # of the function: if the other side does not know it yet, and if it does
     if known is not None:
         number, full = known
     else:
         link.connection()  # the handshake tells whether both run the same program
         number, definition = link.functions.define(func, link.main_by_value)
-        full = definition
     if number and not args and not kwargs:
         packed = EMPTY_CALL
     else:
@@ -105,7 +100,7 @@ def start_call(
         what=future.what
         if future is not None
         else subject or (lambda: f"{name_of(func)}() on worker {link.member.name!r}"),
-        definition=full,
+        definition=full or definition,
         complete=complete,
         future=future,
         around=around,

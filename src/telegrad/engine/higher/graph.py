@@ -32,7 +32,7 @@ class RecordedGraph(Graph):
 
     def __init__(
         self,
-        sends: Iterable[Entered],
+        sends: Mapping[Any, Entered],
         taker: Taker,
         retain_graph: bool,
         *,
@@ -79,11 +79,12 @@ class RecordedGraph(Graph):
             if node in needed
         }
         self.leaves = {node: leaf for node, leaf in self.leaves.items() if node in needed}
+        self.ends = [node for node in self.ends if node in needed]
         if self.parts is not None:
-            self.parts = [
-                ({node: None for node in inner if node in needed}, [node for node in ends if node in needed])
-                for inner, ends in self.parts
-            ]
+            self.parts = {
+                key: ({node: None for node in inner if node in needed}, [node for node in ends if node in needed])
+                for key, (inner, ends) in self.parts.items()
+            }
         self._inner = tuple([edge for edge in self._wanted.values() if edge.node not in self.leaves])
 
     def _leading_to(self, ends: Collection[Node]) -> set[Node]:
@@ -123,8 +124,12 @@ class RecordedGraph(Graph):
         wanted = {key: edge for key, edge in self._wanted.items() if edge.node in sums}
         if wanted:
             entry = (get_gradient_edge(sums.root()), torch.empty(0))
-            found = self._call([entry], tuple(wanted.values()), accumulate=False)
+            found = self._call([entry], tuple(wanted.values()), False)
             self.captured.update({key: total for key, total in zip(wanted, found, strict=True) if total is not None})
+
+    def run_closed(self, nodes: Iterable[Node], roots: list[Root], leaves: Sequence[Node] | None = None) -> None:
+        """Nodes that lead to nothing but each other and `leaves`; what enters elsewhere is not asked for."""
+        super().run_closed(nodes, [root for root in roots if root[0].node in self.edges], leaves)
 
     def _hand_over_large(self, roots: list[Root]) -> None:
         if not self._create_graph:  # with a graph a leaf copies in any case
@@ -141,7 +146,7 @@ class RecordedGraph(Graph):
         wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR, *self._inner)
         first = {edge.node for edge, _ in roots}
         with hooks_held([self.leaves[leaf] for leaf in leaves], first):
-            return self._call(roots, wanted, accumulate=False)[: len(leaves)]
+            return self._call(roots, wanted, False)[: len(leaves)]
 
 
 class RecordedSums(LeafSums):

@@ -14,7 +14,7 @@ from telegrad.engine.graph import Entered, Graph
 from telegrad.engine.higher.graph import RecordedGraph
 from telegrad.engine.local_pass import Sends
 from telegrad.engine.passes import Pass, Roots
-from telegrad.engine.regions import Plan
+from telegrad.engine.regions import Apart, Plan
 from telegrad.engine.root_pass import RootPass
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.pending import Slot
@@ -57,22 +57,22 @@ class Recorded(Pass):
         self._recv_nodes = {recv.node for recv in recvs}
         super().start(sends, recvs)
 
-    def _graph_type(self, sends: Iterable[Entered], taker: Taker, retain_graph: bool) -> Graph:
+    def _graph_type(self, sends: Mapping[MessageId, Entered], taker: Taker, retain_graph: bool) -> Graph:
         wanted = None if self.inputs is None else self.service.wanted(self)
         self._higher = RecordedGraph(
             sends, taker, retain_graph, create_graph=self.create_graph, inputs=wanted, recvs=self._recv_nodes
         )
         return self._higher
 
-    def _make_plan(self, graph: Graph) -> None:
+    def _make_plan(self, graph: Graph) -> Apart[MessageId, Node] | Plan[MessageId, Node]:
         if graph.parts is not None or self.inputs is None:
-            super()._make_plan(graph)
-            return
-        inside = {key: [e.node for e in send.edges if e.node in graph.edges] for key, send in self._sends.items()}
-        self._plan = plan = Plan(graph.edges, inside, self._untold)
-        for key in self._sends:
+            return super()._make_plan(graph)
+        inside = {key: [e.node for e in send.edges if e.node in graph.edges] for key, send in graph.inner.items()}
+        plan = Plan(graph.edges, inside, self._untold)
+        for key in graph.inner:
             if key not in self._unheard:
                 plan.heard(key)
+        return plan
 
     def run(self) -> None:
         """Run what may run; the sums of gradients are recorded, too."""

@@ -12,13 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from telegrad import trace
 from telegrad.cuda import order
 from telegrad.errors import CallCancelled, ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.function_table import FunctionTable
-from telegrad.rpc.client.outcomes import OWN_END, Dialled, Unanswered, died_meanwhile, does_not_answer
+from telegrad.rpc.client.outcomes import OWN_END, LinkEvents, Unanswered, died_meanwhile, does_not_answer
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
 from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, timeout_error
@@ -41,22 +41,6 @@ KEPT_NOTICES = 256  # the latest, to be sent again over a new connection; a sess
 NOTHING = Packed(b"", [])
 
 
-class LinkEvents(Protocol):
-    """Whom a link asks for connections, and tells what happens to it."""
-
-    def dial(self, link: "Link", deadline: float) -> Dialled | Unanswered:
-        """A new connection for a link. TimeoutError at the deadline of whoever asked for it."""
-
-    def link_lost(self, link: "Link") -> None:
-        """The connection of a link ended: replace it, or find that the worker is dead."""
-
-    def unanswered(self, member: Member, why: str) -> None:
-        """Nobody listens any more where a worker did: it is gone for good."""
-
-    def said_goodbye(self, member: Member, exited: bool) -> None:
-        """The worker leaves on purpose; nothing more comes from it."""
-
-
 class Link:
     """Requests to one incarnation of one worker."""
 
@@ -77,6 +61,7 @@ class Link:
         self.settled.set()
         self.replies = ReplyReader(self)
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
+        self.poll = self.replies.poll
         self.expect = self.replies.arm  # have the I/O threads read what comes
         self.exhausted = (0.0, 0)  # when the worker last said that all its threads are taken, and how many
         self._notice_ids = itertools.count(1)

@@ -1,12 +1,15 @@
-"""What comes of dialling a worker, and what callers are told who get no reply."""
+"""What comes of dialling a worker: whom a link asks, what it is told, and what callers hear if nobody answers."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from telegrad.errors import WorkerDied
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import TCP
 from telegrad.transport.connection import Connection
+
+if TYPE_CHECKING:
+    from telegrad.rpc.client.link import Link
 
 
 class Dialled(NamedTuple):
@@ -21,6 +24,22 @@ class Unanswered(NamedTuple):
 
     why: str
     gone: bool  # whether that is known to be final: to dial again would not help
+
+
+class LinkEvents(Protocol):
+    """Whom a link asks for connections, and tells what happens to it."""
+
+    def dial(self, link: "Link", deadline: float) -> Dialled | Unanswered:
+        """A new connection for a link. TimeoutError at the deadline of whoever asked for it."""
+
+    def link_lost(self, link: "Link") -> None:
+        """The connection of a link ended: replace it, or find that the worker is dead."""
+
+    def unanswered(self, member: Member, why: str) -> None:
+        """Nobody listens any more where a worker did: it is gone for good."""
+
+    def said_goodbye(self, member: Member, exited: bool) -> None:
+        """The worker leaves on purpose; nothing more comes from it."""
 
 
 def does_not_answer(member: Member, outcome: Unanswered) -> WorkerDied:

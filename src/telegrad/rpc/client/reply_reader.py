@@ -116,6 +116,29 @@ class ReplyReader:
             self._abandon(slot)
             raise
 
+    def poll(self, slot: Slot, seconds: float) -> bool:
+        """Read once, in this thread, what comes within `seconds`, for a caller that waits for `slot` among others.
+        False if nothing came, or another thread reads."""
+        with self._lock:
+            connection = self._link.current
+            if self.state is READING or connection is None:
+                return False
+            if self.state is ARMED:
+                self._io_threads.disarm(connection.stream.fileno())
+            self.state = READING
+        read: list[Slot] = []
+        came = False
+        try:
+            came = connection.stream.readable(seconds)
+            if came:
+                self._receive(connection, read)
+        finally:
+            with self._lock:
+                self._pass_on()
+            if read:
+                self._complete_in_person(read, slot)
+        return came
+
     def _queue(self, slot: Slot) -> bool:
         """Under the lock: let a caller sleep until its reply is there, or the reading is passed to it."""
         if slot.wake is None:

@@ -13,7 +13,8 @@ from weakref import WeakSet
 
 from telegrad.errors import NotInitialized, UnknownWorker, WorkerDied
 from telegrad.ids import Incarnation, WorkerId, generation_of
-from telegrad.rpc.client.link import Link, LinkEvents
+from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.outcomes import LinkEvents
 from telegrad.rpc.peers.liveness import Action, Liveness
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.session import Session, SessionEvents
