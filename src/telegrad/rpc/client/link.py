@@ -18,7 +18,7 @@ from telegrad import trace
 from telegrad.cuda import order
 from telegrad.errors import CallCancelled, ProtocolError, RpcTimeout, SerializationError, TelegradError, WorkerDied
 from telegrad.rpc.client.function_table import FunctionTable
-from telegrad.rpc.client.outcomes import LinkEvents, Unanswered, died_meanwhile, does_not_answer
+from telegrad.rpc.client.outcomes import OWN_END, LinkEvents, Unanswered, died_meanwhile, does_not_answer
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
 from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, timeout_error
@@ -397,4 +397,4 @@ class Link:
 
     def close(self) -> None:
         """End the link from this side; what still waits is told so."""
-        self.fail(WorkerDied(f"this worker has shut down; nothing more can be asked of {self.member.name!r}."))
+        self.fail(WorkerDied(f"{OWN_END}; nothing more can be asked of {self.member.name!r}."))

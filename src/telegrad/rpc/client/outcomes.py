@@ -52,6 +52,9 @@ def does_not_answer(member: Member, outcome: Unanswered) -> WorkerDied:
     )
 
 
+OWN_END = "this worker has shut down"  # how the error of a request begins that was given up with the worker itself
+
+
 def died_meanwhile(slot: Slot, member: Member, death: WorkerDied) -> WorkerDied:
     """A worker died that had not answered a request."""
     text = f"{death} It was asked: {slot.what()}."
