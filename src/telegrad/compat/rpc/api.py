@@ -170,7 +170,7 @@ def _init_rpc_states(agent: Any) -> None:
     global _ALL_WORKER_NAMES  # noqa: PLW0603 - torch keeps it here, and programs look
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if isinstance(agent, RpcAgent):
-        if agent._agent.world_size is not None:  # all ranks of it, those included that have joined and left while this one joined
+        if agent._agent.world_size is not None:  # all ranks, also those that have joined and left while this one joined
             _ALL_WORKER_NAMES |= agent._agent.directory.names_ever()
         agent._agent.install(_Gatherings(agent._agent))
     if not _is_current_rpc_agent_set():
