@@ -95,7 +95,7 @@ def gradient_here(context_id: int) -> Tensor:
 
 
 def requests_sent() -> dict[str, int]:
-    return {link.member.name: link.sent for link in require_agent().peers.links()}
+    return {link.member.name: link.pending.asked for link in require_agent().peers.links()}
 
 
 def outside(worker: str, function: Any, *args: Any) -> Any:

@@ -70,7 +70,10 @@ def test_the_process_ends_and_leaves_nothing(ending: str, tmp_path: Path) -> Non
         for each in processes:
             each.kill()
             each.wait()
-    assert list(temporary.iterdir()) == []
+    left = [path for path in temporary.rglob("*") if path.is_file()]
+    if status in (-signal.SIGTERM, -signal.SIGKILL):  # no code of its ran: whoever looks next removes how it is found
+        left = [path for path in left if path.parent.name != "workers"]
+    assert left == []
     assert _shared_memory() <= shared_before
 
 

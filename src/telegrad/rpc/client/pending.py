@@ -78,6 +78,11 @@ class Pending:
     def __len__(self) -> int:
         return len(self.slots)
 
+    @property
+    def asked(self) -> int:
+        """How many requests there have been."""
+        return self._last
+
     def admit(self, slot: Slot) -> tuple[int, bool]:
         """Number a request and wait for its reply.
 
