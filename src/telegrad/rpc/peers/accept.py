@@ -91,6 +91,7 @@ class Acceptor:
         self._budget = TokenBucket(_ACCEPT_RATE, _ACCEPT_BURST)
         self._warnings = LimitedLog(log)
         self._sweeping = False
+        self._closed = False
 
     def start(self) -> None:
         """Begin to accept."""
@@ -137,7 +138,9 @@ class Acceptor:
         fd = sock.fileno()
         self._half_open[fd] = _HalfOpen(sock, ListenerHandshake(self._secret, binding), process)
         self._io_threads.register(fd, lambda: self._proceed(fd), armed=True)
-        if not self._sweeping:
+        if self._closed:  # by another thread, which may not have seen this one
+            self._close_half_open()
+        elif not self._sweeping:
             self._sweeping = True
             self._timer.at(time.monotonic() + HANDSHAKE_SECONDS, self._sweep)
 
@@ -236,9 +239,13 @@ class Acceptor:
 
     def close(self) -> None:
         """Stop accepting."""
+        self._closed = True
         for listener in self._listeners.sockets:
             self._io_threads.forget(listener.fileno())
         self._listeners.close()
+        self._close_half_open()
+
+    def _close_half_open(self) -> None:
         for fd in list(self._half_open):
             entry = self._half_open.pop(fd, None)
             if entry is not None:
