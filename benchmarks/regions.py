@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.functions import RecvNode, attach_recv, running_in
-from telegrad.engine.local_pass import LocalPass
+from telegrad.engine.local.local_pass import LocalPass
 from telegrad.engine.passes import Roots
 from telegrad.ids import MessageId, WorkerId
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from telegrad import rpc
 from telegrad.autograd.registry import registry_of
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.errors import WorkerDied
 from telegrad.rpc.current import require_agent
 from telegrad.rref.rref_context import rrefs_of
@@ -134,7 +134,7 @@ def belongings() -> dict[str, int]:
         "requests": len([what for what in agent.under_way() if "belongings" not in what]) - 1,  # this call aside
         "overdue": sum(bool(link.pending.given_up) for link in agent.peers.links()),
         "contexts": len(registry_of(agent)),
-        "passes": len(agent.layer(Service).passes()),
+        "passes": len(agent.layer(PassService).passes()),
         "references": len(rrefs.owned) + len(rrefs.used) + len(rrefs.values),
     }
 

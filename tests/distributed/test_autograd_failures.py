@@ -11,7 +11,7 @@ from torch import Tensor
 
 from telegrad import autograd, rpc
 from telegrad.autograd.registry import registry, within
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError, RpcTimeout, SerializationError
 from telegrad.rpc.current import require_agent
 from tests.cluster import Cluster, cluster
@@ -114,12 +114,12 @@ def end_context(context_id: int) -> None:
     from telegrad.engine import end_context
     from telegrad.ids import ContextId
 
-    end_context(require_agent().layer(Service), ContextId(context_id))
+    end_context(require_agent().layer(PassService), ContextId(context_id))
 
 
 def held() -> dict[str, Any]:
     """What passes hold on a worker: those that run, and the graph of one that does not."""
-    service: Service = require_agent().layer(Service)
+    service: PassService = require_agent().layer(PassService)
     return {
         "running": [repr(p) for p in service.passes() if not p.finished],
         "holding": [repr(p) for p in service.passes() if p.finished and p._graph is not None],

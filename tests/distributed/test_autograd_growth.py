@@ -18,7 +18,7 @@ from telegrad import autograd, rpc
 from telegrad.autograd.functions import RecvNode, SendNode
 from telegrad.autograd.registry import registry
 from telegrad.engine.passes import Pass
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.rpc.current import require_agent
 from tests.cluster import Cluster, cluster
 
@@ -70,7 +70,7 @@ def step(number: int) -> None:
 def held() -> dict[str, Any]:
     """What is on a worker now, of all that a step makes."""
     gc.collect()
-    service: Service = require_agent().layer(Service)
+    service: PassService = require_agent().layer(PassService)
     asked = [slot.what() for link in require_agent().peers.links() for slot in link.pending.snapshot()]
     kinds = (Tensor, SendNode, RecvNode, Pass)
     alive = dict.fromkeys((kind.__name__ for kind in kinds), 0)

@@ -11,7 +11,7 @@ from telegrad import autograd, rpc
 from telegrad.autograd.attach import _Recorded
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import registry, within
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError, ContextNotFound, GradientMismatch, ProtocolError
 from telegrad.ids import COUNTER_BITS, ContextId, MessageId, PassId, PeerId, WorkerId, make_id, peer_id
 from telegrad.rpc.current import require_agent
@@ -147,13 +147,13 @@ def test_gradients_of_a_context_that_is_not_there(trio: Cluster, context_id: Con
 
 # --- the same in the middle of a pass: a participant that returns nonsense ---
 
-_tell = Service.tell
+_tell = PassService.tell
 
 
 def corrupt(how: str) -> None:
     """From now on this worker returns gradients that do not fit."""
 
-    def tell(self: Service, pass_: Any, worker: WorkerId, message_id: MessageId, gradients: Any) -> None:
+    def tell(self: PassService, pass_: Any, worker: WorkerId, message_id: MessageId, gradients: Any) -> None:
         if gradients is None or how == "nothing":
             _tell(self, pass_, worker, message_id, gradients)
         elif how == "shape":
@@ -163,7 +163,7 @@ def corrupt(how: str) -> None:
         else:
             _tell(self, pass_, worker, MessageId(message_id + 10**6), gradients)
 
-    Service.tell = tell
+    PassService.tell = tell
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.functions import Gradients, RecvNode
-from telegrad.engine.local_pass import LocalPass
+from telegrad.engine.local.local_pass import LocalPass
 from telegrad.engine.passes import Roots
 
 K = TypeVar("K", bound=Hashable)

@@ -26,7 +26,7 @@ from telegrad.autograd.registry import Registry
 from telegrad.engine.cleanup import end_context
 from telegrad.engine.passes import Roots
 from telegrad.engine.root_pass import RootPass
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.errors import WorkerDied
 from telegrad.ids import ContextId
 from telegrad.rpc.agent import Agent
@@ -50,7 +50,7 @@ class Worker(QueuedAgent):
         self.name = self.member.name
         self.alive = True
         self.tasks = self.io_threads.tasks  # what its I/O threads have yet to do
-        self.registry, self.service = self.layer(Registry), self.layer(Service)
+        self.registry, self.service = self.layer(Registry), self.layer(PassService)
         self.weight = torch.tensor([2.0 + number], requires_grad=True)
 
     @property

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry
 from telegrad.engine.passes import Pass, Roots
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError, GradientMismatch, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, draw_incarnation, make_id, peer_id
 from telegrad.rpc.layer import Layers
@@ -20,7 +20,7 @@ HERE, PEER, ROOT = WorkerId(0), WorkerId(1), WorkerId(2)
 SENT, RECEIVED, LATER = MessageId(1), MessageId(2), MessageId(3)
 
 
-class Quiet(Service):
+class Quiet(PassService):
     """A service that notes what it would send."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.engine.regions import Batch, Plan, Way, mark
+from telegrad.engine.local.regions import Batch, Plan, Way, mark
 
 Graph = dict[int, tuple[tuple[int | None, int], ...]]
 

@@ -14,7 +14,7 @@ from telegrad.engine.higher.grad import grad, hvp, vjp
 from telegrad.engine.higher.service import RecordingService
 from telegrad.engine.root_pass import RootPass
 from telegrad.engine.rref_backward import backward_from, serve_backward
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.ids import ContextId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Served
@@ -35,7 +35,7 @@ from telegrad.wire.messages import (
 __all__ = ["EngineLayer", "backward", "backward_async", "end_context", "grad", "hvp", "install", "vjp"]
 
 
-class EngineLayer(Service, ContextEngine, RecordedPasses, BackwardRunner):
+class EngineLayer(PassService, ContextEngine, RecordedPasses, BackwardRunner):
     """The passes of an agent, with all that they answer, and what the layers below ask of them."""
 
     def messages(self) -> Mapping[type[Any], Served]:

@@ -18,7 +18,7 @@ from telegrad.autograd.functions import edge_of
 from telegrad.autograd.registry import within
 from telegrad.engine.passes import Roots
 from telegrad.engine.root_pass import RootPass
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
@@ -74,7 +74,7 @@ def backward(
     """
     agent = require_agent()
     since = 0.0 if trace.recorder is None else trace.now()
-    service = agent.layer(Service)
+    service = agent.layer(PassService)
     context = service.registry.find(context_id)
     if not context.usable:
         context.check_usable()

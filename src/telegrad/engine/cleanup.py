@@ -1,13 +1,13 @@
 """The end of a context: the worker that opened it tells the others, and every one of them lets go of everything."""
 
 from telegrad.engine.passes import MOST_NAMED
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.ids import ContextId, WorkerId
 from telegrad.rpc.request import Request
 from telegrad.wire.messages import CleanupAutogradContext, CleanupAutogradContextReply
 
 
-def end_context(service: Service, context_id: ContextId, told: tuple[WorkerId, ...] = ()) -> None:
+def end_context(service: PassService, context_id: ContextId, told: tuple[WorkerId, ...] = ()) -> None:
     """Forget a context here and, without waiting for it, on all workers it reached but those that have been `told`."""
     # First: one that comes to know of it from here on sees that it has ended.
     context = service.end(context_id)
@@ -26,7 +26,7 @@ def end_context(service: Service, context_id: ContextId, told: tuple[WorkerId, .
             agent.notify(member, message, lazy=True)
 
 
-def serve_cleanup(service: Service, request: Request) -> None:
+def serve_cleanup(service: PassService, request: Request) -> None:
     """The handler of `CleanupAutogradContext`."""
     message = request.message
     assert type(message) is CleanupAutogradContext

@@ -1,7 +1,7 @@
 """One worker's part in a distributed backward pass: when it begins, whom it tells, and when it is over.
 
     begin        the nodes of the context at this moment; what arrives later is no part of the pass
-    hear, run    the local half (`local_pass.py`)
+    hear, run    the local half (`local/local_pass.py`)
     deliver      a Recv tells the Send of its peer, exactly once: gradients, or that none will come
     end          all Sends are heard and all has run: the root is answered; or the first error, which it gets instead
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients, RecvNode, SendNode
-from telegrad.engine.local_pass import LocalPass
+from telegrad.engine.local.local_pass import LocalPass
 from telegrad.errors import AutogradError, WorkerDied
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.pending import Slot
@@ -27,7 +27,7 @@ from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage
 
 if TYPE_CHECKING:
-    from telegrad.engine.service import Service
+    from telegrad.engine.service import PassService
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _FEW_NODES = 64  # a graph so small is done before a message about it could be sent
@@ -59,7 +59,7 @@ class Pass(LocalPass[MessageId]):
 
     def __init__(
         self,
-        service: "Service",
+        service: "PassService",
         context: Context,
         pass_id: PassId,
         root: WorkerId,
@@ -159,7 +159,7 @@ class Pass(LocalPass[MessageId]):
     # --- hearing and telling ---
 
     def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
-        """A Send of this worker has its gradients, which fit it (`Service.check`), or none will come."""
+        """A Send of this worker has its gradients, which fit it (`PassService.check`), or none will come."""
         if _profiler_enabled() and (send := self.context.sends.get(key)) is not None:
             with torch.autograd.profiler.record_function(send.name()):
                 self.hear(key, gradients)

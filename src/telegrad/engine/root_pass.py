@@ -23,7 +23,7 @@ from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage, BeginPass, PassDone
 
 if TYPE_CHECKING:
-    from telegrad.engine.service import Service
+    from telegrad.engine.service import PassService
 
 _LONG = 3600.0
 _SOON = 0.002  # seconds: a reply that takes longer may be waiting for something that the root has to hear
@@ -40,7 +40,7 @@ class RootPass(Pass):
     new_wakeup: Callable[[], Wakeup] = Wakeup  # what makes it; tests put in one that lets their world go on
 
     def __init__(
-        self, service: "Service", context: Context, pass_id: PassId, retain_graph: bool, timeout: float
+        self, service: "PassService", context: Context, pass_id: PassId, retain_graph: bool, timeout: float
     ) -> None:
         Pass.__init__(self, service, context, pass_id, service.here, retain_graph, ())
         self._timeout = timeout

@@ -53,10 +53,10 @@ _SMALL = 32 * 1024
 _MOST_TEXT = 2000
 
 
-class Service(Layer):
+class PassService(Layer):
     """The engine of one agent."""
 
-    recording: "Service | None" = None  # its other class, for passes beyond the first order (`higher/service.py`)
+    recording: "PassService | None" = None  # its other class, for passes beyond the first order (`higher/service.py`)
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent

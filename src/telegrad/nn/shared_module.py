@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import current
-from telegrad.engine.claims import claimed
+from telegrad.engine.local.claims import claimed
 
 Copies = dict[Tensor, Tensor]
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from telegrad.autograd.registry import registry_of
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.ids import worker_id_of
 from telegrad.observe.metrics import FunctionCount, LinkCount
 from telegrad.observe.service import Observation
@@ -77,7 +77,7 @@ def snapshot(observation: Observation) -> Snapshot:
     agent, metrics = observation.agent, observation.metrics
     rrefs = rrefs_of(agent)
     owned_bytes, held_by = _sizes(rrefs)
-    service = agent.find_layer(Service)
+    service = agent.find_layer(PassService)
     passes = [
         PassView(int(p.context.context_id), int(p.root), len(p.context.sends) - len(waits), [int(w) for _, w in waits])
         for p in (service.passes() if service is not None else [])

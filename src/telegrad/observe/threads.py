@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 import torch
 
-from telegrad.engine.local_pass import LocalPass
+from telegrad.engine.local.local_pass import LocalPass
 from telegrad.engine.root_pass import RootPass
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.reply_reader import ReplyReader
 from telegrad.rpc.server.session import Session
@@ -106,7 +106,7 @@ def activities(agent: Agent) -> Report:
             if kind not in _OWN:
                 key = (int(session.member.incarnation), session.number, request_id)
                 served.append(InService(key, session.member.name, kind.__name__, now - since))
-    service = agent.find_layer(Service)
+    service = agent.find_layer(PassService)
     passes = [
         PassState(int(p.context.context_id), int(p.root), [int(peer) for _, peer in p.waits()])
         for p in (service.passes() if service is not None else [])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from telegrad import rpc, trace
-from telegrad.engine.claims import claimed
+from telegrad.engine.local.claims import claimed
 from telegrad.optim.gradients import Gradients, context_gradients, gradient_norms
 from telegrad.optim.shares import GroupShare, Options, options_of
 

@@ -9,7 +9,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.registry import registry, within
 from telegrad.engine.backward import as_roots, fetch_root
 from telegrad.engine.higher.service import RecordingService
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError
 from telegrad.ids import ContextId, PassId, WorkerId
 from telegrad.rpc.current import require_agent
@@ -155,7 +155,7 @@ def _gradient_of(context_id: ContextId, pass_id: PassId, position: int, rref: RR
 
 def recording_service() -> RecordingService:
     """That of this process's agent."""
-    return RecordingService.of(require_agent().layer(Service))
+    return RecordingService.of(require_agent().layer(PassService))
 
 
 def vjp(

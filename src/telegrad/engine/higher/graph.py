@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Taker, taker
-from telegrad.engine.graph import Entered, Graph, Root
-from telegrad.engine.leaves import LeafSums, hooks_held
+from telegrad.engine.local.graph import Entered, Graph, Root
+from telegrad.engine.local.leaves import LeafSums, hooks_held
 
 
 @functools.cache

@@ -10,11 +10,11 @@ from torch.autograd.graph import Node
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients, RecvNode, Taker
-from telegrad.engine.graph import Entered, Graph
 from telegrad.engine.higher.graph import RecordedGraph
-from telegrad.engine.local_pass import Sends
+from telegrad.engine.local.graph import Entered, Graph
+from telegrad.engine.local.local_pass import Sends
+from telegrad.engine.local.regions import Apart, Plan
 from telegrad.engine.passes import Pass, Roots
-from telegrad.engine.regions import Apart, Plan
 from telegrad.engine.root_pass import RootPass
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.pending import Slot

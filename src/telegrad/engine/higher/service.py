@@ -16,7 +16,7 @@ from telegrad.cuda import order
 from telegrad.engine.higher.on_lane import RecordedPassOnLane, RecordedRootPassOnLane
 from telegrad.engine.higher.passes import Recorded, RecordedPass, RecordedRootPass
 from telegrad.engine.passes import Pass
-from telegrad.engine.service import Service
+from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError, ContextNotFound
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.futures import Future
@@ -45,13 +45,13 @@ class Asked:
         self.waiting: Recorded | None = None  # the pass that begins when all are known
 
 
-class RecordingService(Service):
+class RecordingService(PassService):
     """The engine of one agent, for passes beyond the first order."""
 
     _asked: "weakref.WeakKeyDictionary[Context, dict[PassId, Asked]]"
 
     @classmethod
-    def beside(cls, service: Service) -> "RecordingService":
+    def beside(cls, service: PassService) -> "RecordingService":
         """The other class of the same engine: they share all they have."""
         made = cls.__new__(cls)
         made.__dict__ = service.__dict__
@@ -59,7 +59,7 @@ class RecordingService(Service):
         return made
 
     @staticmethod
-    def of(service: Service) -> "RecordingService":
+    def of(service: PassService) -> "RecordingService":
         """The one beside the engine of an agent, made when it is first needed."""
         made = service.recording
         if made is None:

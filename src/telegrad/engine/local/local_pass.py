@@ -18,10 +18,10 @@ from torch.autograd.graph import Node
 
 from telegrad import trace
 from telegrad.autograd.functions import Gradients, RecvNode, Taker
-from telegrad.engine.cut import empty_queue
-from telegrad.engine.graph import Entered, Graph, Root, reached_from
-from telegrad.engine.hints import add_hint
-from telegrad.engine.regions import Apart, Batch, Plan, Way
+from telegrad.engine.local.cut import empty_queue
+from telegrad.engine.local.graph import Entered, Graph, Root, reached_from
+from telegrad.engine.local.hints import add_hint
+from telegrad.engine.local.regions import Apart, Batch, Plan, Way
 from telegrad.errors import AutogradError, GradientMismatch
 
 K = TypeVar("K", bound=Hashable)

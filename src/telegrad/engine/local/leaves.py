@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from telegrad.autograd.functions import Gradients, anchored
-from telegrad.engine.regions import Edges
+from telegrad.engine.local.regions import Edges
 
 # The nodes that hand on one tensor twice: of torch's own only an addition, and any that a user wrote.
 with torch.inference_mode(False), torch.enable_grad():  # whatever the mode is where this is imported

@@ -23,10 +23,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, TAKER, Gradients, Taker, set_state, taker
 from telegrad.cuda import order
-from telegrad.engine.claims import claimed, release, try_claim, wait_for_claim
-from telegrad.engine.cut import cut_before
-from telegrad.engine.leaves import LeafSums, hooks_held, may_share, put_back, shared_held, take_grads
-from telegrad.engine.regions import Edges, Part
+from telegrad.engine.local.claims import claimed, release, try_claim, wait_for_claim
+from telegrad.engine.local.cut import cut_before
+from telegrad.engine.local.leaves import LeafSums, hooks_held, may_share, put_back, shared_held, take_grads
+from telegrad.engine.local.regions import Edges, Part
 
 Root = tuple[GradientEdge, Tensor | None]  # None: visited, but with no gradient
 
