@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from telegrad.observe.asking import ask_all
-from telegrad.observe.attach import attached
+from telegrad.observe.attach import attached, only_errors_logged
 from telegrad.observe.explanation import look
 from telegrad.observe.snapshot import Snapshot, decode
 from telegrad.rpc.agent import Agent
@@ -22,8 +21,7 @@ _RIGHT = {"rank", "pid", "uptime", "made", "served", "running", "memory"}
 
 def show(options: argparse.Namespace) -> int:
     """Print it; 0 if each worker answered."""
-    logging.getLogger("telegrad").setLevel(logging.ERROR)  # who is gone is in the table
-    with attached(options.connect) as agent:
+    with only_errors_logged(), attached(options.connect) as agent:
         state = describe(agent)
     if options.json:
         sys.stdout.write(json.dumps(state, indent=2) + "\n")

@@ -1,7 +1,6 @@
 """`telegrad dashboard`, `top`, `status` and `trace`: programs that are watched, and those that are found running."""
 
 import argparse
-import logging
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from telegrad.launch.script import run_script
 from telegrad.observe.attach import attached, has_ended
+from telegrad.observe.attach import attached, has_ended, only_errors_logged
 
 _LOOK_SECONDS = 0.5
 _ONCE_SECONDS = 3.0
@@ -63,8 +63,7 @@ def top(options: argparse.Namespace) -> int:
     where = options.connect or options.url
     if where is not None and where.startswith("http"):
         return show(lambda: fetch(where), once=options.once)
-    logging.getLogger("telegrad").setLevel(logging.ERROR)  # who is gone is on the screen
-    with attached(where) as agent:
+    with only_errors_logged(), attached(where) as agent:
         board = Board(agent)
         board.start()
         try:

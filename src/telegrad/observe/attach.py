@@ -9,6 +9,7 @@ name in the rendezvous store, listens nowhere and has no references: when it goe
 """
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -89,6 +90,18 @@ def attached(where: str | None = None) -> Iterator[Agent]:
         yield agent
     finally:
         agent.close()
+
+
+@contextlib.contextmanager
+def only_errors_logged() -> Iterator[None]:
+    """For the length of a block, Telegrad logs errors alone: an observer shows who is gone by itself."""
+    logger = logging.getLogger("telegrad")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def has_ended(agent: Agent) -> bool:
