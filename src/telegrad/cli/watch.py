@@ -10,7 +10,6 @@ from pathlib import Path
 from telegrad.launch.script import run_script
 from telegrad.observe.attach import attached, has_ended, only_errors_logged
 
-
 _LOOK_SECONDS = 0.5
 _ONCE_SECONDS = 3.0
 
