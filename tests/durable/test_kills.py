@@ -62,6 +62,7 @@ def test_weights_after_kills_are_those_of_an_undisturbed_run(tmp_path: Path, lon
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
+@pytest.mark.long  # a run on torchrun (tests/engines) goes on from disk as well
 def test_a_whole_job_goes_on_from_disk(tmp_path: Path) -> None:
     settings = {"steps": 24, "every": 2, "disk_every": 4}
     expected = undisturbed(tmp_path, **settings)
