@@ -25,8 +25,8 @@ help:  ## what there is
 demo: $(VENV)/.installed-demo  ## train a small network over three local workers
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: check  ## check, then all tests (short profile)
-	$(BIN)/python -m pytest --durations=20 $(ARGS)
+test: check  ## check, then all tests (short profile), as two processes; with ARGS, those only
+	$(BIN)/python -m tests.halves $(ARGS)
 
 test-engines: $(VENV)/.installed-dev engines  ## tests on Ray, torchrun, Slurm and MPI, installed here as far as possible
 	-$(MAKE) --no-print-directory $(VENV)/.installed-ray
