@@ -29,7 +29,7 @@ def die(mark):
 
 def train(first, second, kills=KILL, directory=None):
     torch.manual_seed(7)
-    run = durable.Run(f"digits {len(kills)}", every=3, seed=7, restart_timeout=60, directory=directory)
+    run = durable.Run(f"digits-{len(kills)}", every=3, seed=7, restart_timeout=60, directory=directory)
     stem = run.module(first, nn.Sequential, (nn.Linear(8, 16), nn.Dropout(0.2)))
     head = run.module(second, nn.Linear, (16, 1))
     optimizer = run.optimizer(torch.optim.Adam, [stem, head], lr=1e-2)
