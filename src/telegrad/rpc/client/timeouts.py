@@ -48,6 +48,8 @@ def timeout_error(link: TimedLink, slot: Slot, where: str, ask: bool) -> RpcTime
 
 def _ask(link: TimedLink, slot: Slot) -> str:
     layers = link.runtime.layers
+    if layers.plain:
+        return ""  # one that does not trust this worker would refuse to say
     if layers.whereabouts is None or not slot.resend or not layers.is_work(type(slot.resend[0])):
         return ""  # what Telegrad asks for itself, such as this very question, is not asked after
     said = layers.whereabouts(link.member, link.number, slot.request_id, min(ASK_SECONDS, slot.timeout / 2))

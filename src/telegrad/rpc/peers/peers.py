@@ -25,6 +25,7 @@ from telegrad.transport.handshake import Hello
 log = logging.getLogger("telegrad.rpc")
 
 MOST_SESSIONS = 4096  # links of all callers together
+MOST_OF_ONE = 64  # of one caller that is not trusted
 _MOST_DEAD = 65536  # ends that are remembered
 
 
@@ -203,6 +204,14 @@ class Peers:
     def session_for(self, hello: Hello) -> Session | None:
         """The session of the link that a caller dials for, if it has dialled before."""
         return self._sessions.get(_key(hello))
+
+    def is_of_another(self, hello: Hello) -> bool:
+        """Whether a caller says that it is the incarnation of another worker, whose end it could then tell."""
+        worker_id, incarnation = hello.worker_id, hello.incarnation
+        members = [m.worker_id for m in self._directory.members() if m.incarnation == incarnation]
+        with self._lock:
+            callers = [key[0] for key in self._sessions if key[1] == incarnation]
+        return any(other != worker_id for other in members + callers)
 
     def serve(self, hello: Hello, connection: Connection, main_by_value: bool) -> None:
         """Serve what a caller that was let in asks over a connection, its first or the next."""
