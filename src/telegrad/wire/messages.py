@@ -305,7 +305,7 @@ class Goodbye(Message, frozen=True, tag=45):
     """I am leaving on purpose; what you still ask of me will not be answered."""
 
     incarnation: Incarnation
-    exited: bool  # its program ended without calling shutdown
+    ending: str  # in words, if its program ended without calling shutdown; else empty
 
 
 class DialBack(Message, frozen=True, tag=49):

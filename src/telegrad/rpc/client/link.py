@@ -296,9 +296,9 @@ class Link:
 
     # --- failures ---
 
-    def said_goodbye(self, exited: bool) -> None:
-        """The worker leaves on purpose."""
-        self._events.said_goodbye(self.member, exited)
+    def said_goodbye(self, ending: str) -> None:
+        """The worker leaves on purpose, or its program ended."""
+        self._events.said_goodbye(self.member, ending)
 
     def timeout_error(self, slot: Slot, where: str = "", *, ask: bool = False) -> RpcTimeout:
         """What a caller gets whose deadline passed. `ask` if the thread may wait a moment for what the worker says."""

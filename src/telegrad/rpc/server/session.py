@@ -41,7 +41,7 @@ class SessionEvents(Protocol):
     def session_lost(self, session: "Session") -> None:
         """The connection of a session ended."""
 
-    def caller_said_goodbye(self, member: Member, exited: bool) -> None:
+    def caller_said_goodbye(self, member: Member, ending: str) -> None:
         """The caller leaves on purpose."""
 
 
@@ -261,7 +261,7 @@ class Session(Answers):
         if type(message) is Ping:
             self._send((NOTICE, 0, Ping()))
         elif type(message) is Goodbye:
-            self._events.caller_said_goodbye(self.member, message.exited)
+            self._events.caller_said_goodbye(self.member, message.ending)
         elif type(message) is Ack:  # it has said most by its header
             self.requests.acknowledge_named(_numbers(frame.payload))
         elif self.requests.is_news(frame.request_id):
