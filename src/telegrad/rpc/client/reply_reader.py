@@ -51,7 +51,7 @@ class ReadLink(Protocol):
     pending: Pending
     current: Connection | None
     settled: threading.Event
-    exhausted: tuple[float, int]
+    exhausted: tuple[float, int, int]
 
     def lost(self, connection: Connection) -> None:
         """The connection ended."""
@@ -315,7 +315,7 @@ class ReplyReader:
         if type(message) is Goodbye:
             self._link.said_goodbye(message.ending)
         elif type(message) is Exhausted:
-            self._link.exhausted = (time.monotonic(), message.threads)
+            self._link.exhausted = (time.monotonic(), message.threads, message.running)
 
     def flush(self, connection: Connection) -> None:
         """Send what waited to be sent together."""

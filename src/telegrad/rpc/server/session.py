@@ -25,7 +25,7 @@ from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import NOTICE, REQUEST, Frame
-from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Goodbye, Ping
+from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Exhausted, Goodbye, Ping
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -126,6 +126,7 @@ class Session(Answers):
                     if self._turn is not turn:
                         return  # another thread went on while this one was busy
             if self.paused:
+                self.ping(Exhausted(0, len(running)))  # which may give up the turn, if writing has to wait
                 turn.give_up()
                 return
             try:
@@ -211,6 +212,7 @@ class Session(Answers):
             if resumes:
                 self.paused = False
         if resumes:
+            self.ping(Exhausted(0, 0))
             self._io_threads.submit(self.ready)
 
     def relieve(self) -> bool:
