@@ -337,12 +337,12 @@ class Link:
     def last_sign(self) -> float:
         """When the worker was last heard, or took in more of what is being written to it."""
         connection = self.current
-        return max(self.replies.last_heard, 0.0 if connection is None else connection.stream.last_written)
+        return max(self.replies.last_heard, 0.0 if connection is None else connection.last_progress)
 
     def host_answers(self, seconds: float) -> bool:
         """Whether the worker's kernel confirmed a ping within `seconds`, though the worker itself says nothing."""
         connection = self.current
-        return connection is not None and connection.stream.peer_host_answers(seconds)
+        return connection is not None and connection.peer_host_answers(seconds)
 
     def tidy(self, before: float) -> None:
         """Return memory that has been idle since `before`; the worker's own word on that is read by the I/O threads."""
