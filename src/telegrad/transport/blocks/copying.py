@@ -1,9 +1,9 @@
 """A large copy by several threads, while there are cores for them.
 
 Where torch has several threads in this process, they are at hand and make it. Where it has one, because workers share
-the cores, other cores may still be idle: the copy is cut into pieces, and whoever is free takes the next one. The caller
-takes pieces like the others and waits for nobody who has not begun: on a busy machine it does all of the work itself. If it had to wait for another's last
-piece, the machine is busy, and the next copies are made alone.
+the cores, other cores may still be idle: the copy is cut into pieces, and whoever is free takes the next one. The
+caller takes pieces like the others and waits for nobody who has not begun: on a busy machine it does all of the work
+itself. If it had to wait for another's last piece, the machine is busy, and the next copies are made alone.
 
 The helpers are threads of their own, not those that serve requests: what a user's function leaves with its thread (the
 memory it has touched, torch's own threads) is of use only if the next request is served by the same one.
