@@ -34,6 +34,7 @@ class AnswersTo(Protocol):
     requests: Any  # what became of the caller's requests
     plain: bool  # whether values travel as plain data alone, since the caller is not trusted
     audit: Any  # what keeps a record of what leaves; None for none
+    closed: bool  # whether the caller is gone for good
     warnings: Any  # where what a caller can cause is logged, now and then
 
     cancellations: Any  # of the caller's requests; None if there are none
