@@ -65,7 +65,8 @@ class Connection:
         self.closed = False
 
     def __repr__(self) -> str:
-        return f"<Connection over {self.stream.kind}{' with shared memory' if self.memory.lender else ''}>"
+        streams = f", {self.stripes.count} for large messages" if self._striped and self.stripes is not None else ""
+        return f"<Connection over {self.stream.kind}{' with shared memory' if self.memory.lender else ''}{streams}>"
 
     @property
     def devices(self) -> DeviceChannel | None:

@@ -40,6 +40,8 @@ class Stripes:
     def __init__(self, main: SocketStream, sides: Sequence[SocketStream], threads: PartThreads) -> None:
         self._main = main
         self._sides = tuple(sides)
+        for side in self._sides:
+            side.keep_alive()
         self._threads = threads
         self._lock = threading.Lock()
         self._busy = 0  # threads that are at a side stream
