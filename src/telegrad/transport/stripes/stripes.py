@@ -153,6 +153,11 @@ class Stripes:
         """Whether the peer's kernel confirmed something on a side stream within `seconds`."""
         return any(side.peer_host_answers(seconds) for side in self._sides)
 
+    @property
+    def delivered(self) -> bool:
+        """Whether all that was written to the side streams has reached the peer's host."""
+        return all(side.delivered for side in self._sides)
+
     def abort(self) -> None:
         """A part cannot be sent or read: nothing can follow it, on any of the streams."""
         for stream in (self._main, *self._sides):
