@@ -57,8 +57,8 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
         raise RendezvousError(
             "where the workers meet is in MASTER_ADDR and MASTER_PORT, which are not set, or not to a host and a "
             "number. Start the workers by `telegrad run` or torchrun, which set them; or set them on all workers to "
-            "the address of rank 0 and a port that is free there; or give an `init_method` in the options. On one machine "
-            "`telegrad.local_cluster()` needs none of this"
+            "the address of rank 0 and a port that is free there; or give an `init_method` in the options. On one "
+            "machine `telegrad.local_cluster()` needs none of this"
         )
     if init_method.startswith("file:"):
         make_private(urlparse(init_method).path)
