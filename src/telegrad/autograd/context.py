@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from telegrad.autograd.functions import RecvNode, SendNode
 from telegrad.errors import AutogradError, ContextFailed, WorkerDied
@@ -23,7 +24,7 @@ class Snapshot(msgspec.Struct, frozen=True, eq=False):
     """The nodes of a context at one moment."""
 
     sends: dict[MessageId, SendNode]
-    recvs: dict[MessageId, RecvNode]
+    recvs: dict[Node, RecvNode]
     orphans: dict[MessageId, WorkerId]
     alone: set[MessageId] | frozenset[MessageId] = frozenset()  # Sends that will hear from nobody
 
@@ -40,7 +41,7 @@ class Context(msgspec.Struct, eq=False, weakref=True):
     context_id: ContextId
     here: WorkerId
     sends: dict[MessageId, SendNode] = {}
-    recvs: dict[MessageId, RecvNode] = {}
+    recvs: dict[Node, RecvNode] = {}  # by their autograd nodes, as a pass meets them
     # Messages whose tensors nobody here can use: their Recv is still to be made, or never will be, since the call
     # failed or its caller had given up. Their Sends must hear so.
     orphans: dict[MessageId, WorkerId] = {}
@@ -125,13 +126,13 @@ class Context(msgspec.Struct, eq=False, weakref=True):
         with self.lock:
             if not self.ended:
                 self.orphans.pop(recv.message_id, None)
-                self.recvs[recv.message_id] = recv
+                self.recvs[recv.node] = recv
 
     def arrived_with(self, recv: RecvNode) -> None:
         """Both at once: a message came, and its tensors are part of the graph."""
         with self.lock:
             if not self.ended:
-                self.recvs[recv.message_id] = recv
+                self.recvs[recv.node] = recv
             late = self._late
         if late is not None:
             late(recv.message_id, recv.peer)

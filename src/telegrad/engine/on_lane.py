@@ -13,6 +13,8 @@ import torch
 
 from telegrad.autograd.functions import Gradients
 from telegrad.cuda import order
+from telegrad.engine.local.graph import Graph
+from telegrad.engine.local.local_pass import Taken
 from telegrad.engine.passes import Pass, Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.ids import MessageId
@@ -26,6 +28,8 @@ class PassOnLane(Pass):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.lane = self._choose_lane()
+        for _, gradients in self._early:
+            order.hand_over(gradients or (), self.lane)
 
     def _choose_lane(self) -> order.Lane:
         lane = order.current_lane()
@@ -40,21 +44,15 @@ class PassOnLane(Pass):
         with order.on(self.lane):
             super().begin(roots)
 
-    def begin_with(self, key: MessageId, gradients: Gradients | None) -> None:
-        """Hear the gradients that came with the first word of the pass, and start."""
-        self.hear_and_run(key, gradients)
-        self.begin()
-
-    def hear(self, key: MessageId, gradients: Gradients | None) -> None:
-        """The Send `key` has its gradients, or none will come."""
+    def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
+        """A Send of this worker has its gradients, or none will come."""
         order.hand_over(gradients or (), self.lane)
-        super().hear(key, gradients)
+        super().hear_and_run(key, gradients)
 
-    def run(self) -> None:
-        """Run what may run, and see whether that was all."""
+    def _run(self, graph: Graph, taken: Taken | None) -> None:
         # All of it by this thread: to wake the engine's own thread for a device takes longer than a small graph.
         with order.on(self.lane), torch.autograd.set_multithreading_enabled(order.uses_several_devices()):
-            super().run()
+            super()._run(graph, taken)
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         nearly = super()._is_nearly_done(gradients)

@@ -9,19 +9,22 @@ On the worker that called `backward` the part is a `RootPass`, which waits for t
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Hashable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
+import msgspec
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from telegrad.autograd.context import Context
+from telegrad.autograd.context import Context, Snapshot
 from telegrad.autograd.functions import Gradients, RecvNode, SendNode
-from telegrad.engine.local.local_pass import LocalPass
+from telegrad.engine.local.graph import Graph
+from telegrad.engine.local.local_pass import LocalPass, Taken
 from telegrad.errors import AutogradError, WorkerDied
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage
@@ -29,7 +32,7 @@ from telegrad.wire.messages import AnyMessage
 if TYPE_CHECKING:
     from telegrad.engine.service import PassService
 
-_profiler_enabled = torch._C._autograd._profiler_enabled
+Heard = tuple[MessageId, Gradients | None]  # a Send and what it heard
 _FEW_NODES = 64  # a graph so small is done before a message about it could be sent
 _FEW_BYTES = 32 * 1024
 MOST_NAMED = 32  # workers in a message about a pass, or about the end of a context
@@ -37,16 +40,12 @@ MOST_NAMED = 32  # workers in a message about a pass, or about the end of a cont
 ROOT = MessageId(-1)  # the roots of `backward` are heard like a Send
 
 
-class Roots(NamedTuple):
+class Roots(msgspec.Struct, eq=False):
     """The roots of `backward`, and the gradients to start from."""
 
     edges: tuple[GradientEdge, ...]
     gradients: list[Tensor]
-
-    @property
-    def at_leaves(self) -> bool:
-        """Not worth asking."""
-        return False
+    at_leaves: bool = False  # not worth asking
 
 
 class Pass(LocalPass[MessageId]):
@@ -54,8 +53,8 @@ class Pass(LocalPass[MessageId]):
 
     error: BaseException | None = None
     finished = False  # done or given up
-    _ended = False  # whether those who wait for the end have been called
-    _on_end: "tuple[Callable[[Pass], None], ...]" = ()
+    to_invite: set[WorkerId] = set()  # noqa: RUF012 - replaced: of `known`, those this worker has yet to tell
+    _ended = False  # whether the root has been answered
 
     def __init__(
         self,
@@ -64,18 +63,20 @@ class Pass(LocalPass[MessageId]):
         pass_id: PassId,
         root: WorkerId,
         retain_graph: bool,
-        known: Iterable[WorkerId],
+        known: Iterable[WorkerId] = (),
+        early: "tuple[Heard, ...]" = (),
+        to_answer: tuple[Request, ...] = (),
     ) -> None:
-        self.retain_graph = retain_graph
-        self._lock = threading.Lock()
         self.service = service
         self.context = context
         self.pass_id = pass_id
         self.root = root
-        self.to_invite: set[WorkerId] = set()  # of `known`, those this worker has yet to tell
-        self._early = []
-        self._for_root: list[tuple[MessageId, Gradients | None]] = []  # to go with the answer, if that comes soon
+        self.retain_graph = retain_graph
         self.known = {service.here, root, *known}  # workers that have been told of this pass, as far as we know
+        self._lock = threading.Lock()
+        self._early = early
+        self._to_answer = to_answer  # requests of the root, whose reply says that this part is over
+        self._for_root: list[Heard] = []  # gradients that go with that reply
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.finished else "running"
@@ -98,7 +99,8 @@ class Pass(LocalPass[MessageId]):
         knows where it has been before."""
         early, for_root = [key for key, _ in self._early], [key for key, _ in self._for_root]
         told = frozenset(self.known), frozenset(self.to_invite)
-        return self.pass_id, self.finished, tuple(self.waits()), tuple(early), tuple(for_root), *told, len(self._on_end)
+        waits = tuple(self.waits())
+        return self.pass_id, self.finished, waits, tuple(early), tuple(for_root), *told, len(self._to_answer)
 
     # --- beginning ---
 
@@ -109,34 +111,25 @@ class Pass(LocalPass[MessageId]):
                 return  # given up before it could start
             context = self.context
             found = context.snapshot(self.pass_id, self._late)
-            sends: Mapping[MessageId, SendNode | Roots] = found.sends
-            recvs, orphans = found.recvs.values(), found.orphans
+            sends: dict[MessageId, Any] = found.sends
             if not self.known >= context.participants:
-                self._spread({recv.peer for recv in recvs}.union(orphans.values()))
+                self._spread(found)
             if roots is not None:
-                sends = {ROOT: roots, **sends}
-                self._early.append((ROOT, roots.gradients))
+                sends[ROOT] = roots
+                self.hear(ROOT, roots.gradients)
             for key in found.alone:
                 self.hear(key, None)
-            self.start(sends, recvs)
-            for message_id, peer in orphans.items():
+            for message_id, peer in found.orphans.items():
                 self.service.tell(self, peer, message_id, None)
-            self.run()
+            self.start(sends, found.recvs)
             if self.to_invite:
                 self._invite_rest()
         except Exception as error:
             self.fail(error)
 
-    def begin_with(self, key: MessageId, gradients: Gradients | None) -> None:
-        """The first word of the pass came with gradients for a Send of this worker: hear them, and start."""
-        if _profiler_enabled():
-            self.hear_and_run(key, gradients)
-        else:
-            self._early.append((key, gradients))
-        self.begin()
-
-    def _spread(self, will_hear: set[WorkerId]) -> None:
-        """Bring in the participants that nobody else is known to tell. `will_hear` get a message of a Recv anyway."""
+    def _spread(self, found: Snapshot) -> None:
+        """Bring in the participants that nobody else is known to tell. Some get a message of a Recv anyway."""
+        will_hear = {recv.peer for recv in found.recvs.values()}.union(found.orphans.values())
         newcomers = self.context.participants - self.known
         self.known |= newcomers
         self.to_invite = newcomers & will_hear
@@ -159,15 +152,19 @@ class Pass(LocalPass[MessageId]):
     # --- hearing and telling ---
 
     def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
-        """A Send of this worker has its gradients, which fit it (`PassService.check`), or none will come."""
-        if _profiler_enabled() and (send := self.context.sends.get(key)) is not None:
-            with torch.autograd.profiler.record_function(send.name()):
-                self.hear(key, gradients)
-        else:
-            self.hear(key, gradients)
-        if self._graph is not None:
+        """A Send of this worker has its gradients, which fit it (`PassService.check`), or none will come: `hear` and
+        `run` in one."""
+        with self._lock:
+            graph = self._graph
+            if graph is None:
+                if not self.over and not self.done:
+                    self._early += ((key, gradients),)
+                return
+            self._enter(key, gradients)
+            taken = None if self._running else self._take(graph)
+        if taken is not None:
             try:
-                self.run()
+                self._run(graph, taken)
             except Exception as error:
                 self.fail(error)
 
@@ -177,23 +174,24 @@ class Pass(LocalPass[MessageId]):
         if gradients is not None:
             raise AutogradError(f"message {key} was sent after the pass had begun; its gradients were not used")
 
-    def run(self) -> None:
-        """Run what may run."""
-        if self.context.profile is None:
-            LocalPass.run(self)
+    def _run(self, graph: Graph, taken: Taken | None) -> None:
+        profile = self.context.profile
+        if profile is None:
+            LocalPass._run(self, graph, taken)
         else:
-            self.context.profile.run(super().run)
-        if self._for_root and not self.done:
-            self._send_for_root()  # there is more to wait for: let the root go on meanwhile
+            profile.run(partial(LocalPass._run, self, graph, taken))
 
-    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
-        if not LocalPass._all_has_run(self, gradients):
-            return False
+    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        with self._lock:
+            self._running = False
+            self._release()
+            if self.over:
+                return
+            self.done = True
         if gradients:
             self.context.accumulate(gradients)
         self.finished = True
         self._end()
-        return True
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
         """A Recv has its gradients. They leave at once, unless they can go with the answer to the root very soon."""
@@ -204,20 +202,10 @@ class Pass(LocalPass[MessageId]):
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         graph = self._graph
-        if graph is None or len(graph.edges) > _FEW_NODES:
+        if graph is None or self._unheard or len(graph.edges) > _FEW_NODES:
             return False
         # Not by `nbytes`, which a sparse gradient does not have.
         return not self._untold or sum(g.numel() * g.itemsize for g in gradients or () if g is not None) <= _FEW_BYTES
-
-    def take_for_root(self) -> list[tuple[MessageId, Gradients | None]]:
-        """What the answer to the root should carry."""
-        with self._lock:
-            taken, self._for_root = self._for_root, []
-            return taken
-
-    def _send_for_root(self) -> None:
-        for key, gradients in self.take_for_root():
-            self.service.tell(self, self.root, key, gradients)
 
     def ask(self, member: Member, message: AnyMessage, packed: Packed) -> None:
         """Send a request of this pass; its reply says that the message was taken."""
@@ -257,21 +245,24 @@ class Pass(LocalPass[MessageId]):
         self.abort()
         self._end()
 
-    def when_ended(self, action: "Callable[[Pass], None]") -> None:
-        """Call `action` when this worker's part is over; now, if it is."""
+    def answer_at_end(self, request: Request) -> None:
+        """A request of the root: answer it when this worker's part is over; now, if it is."""
         with self._lock:
             if not self._ended:
-                self._on_end += (action,)
+                self._to_answer += (request,)
                 return
-        action(self)
+        self.service.answer(request, self, ())
 
     def _end(self) -> None:
         with self._lock:
             self._ended = True
-            actions, self._on_end = self._on_end, ()
-            if self.error is not None:
-                self._for_root = []
-        if self._for_root and not actions:  # no answer that they could go with
-            self._send_for_root()
-        for action in actions:
-            action(self)
+            requests, self._to_answer = self._to_answer, ()
+            carried, self._for_root = self._for_root, []
+        if self.error is not None:
+            carried = []
+        elif carried and not requests:  # no answer that they could go with
+            for message_id, gradients in carried:
+                self.service.tell(self, self.root, message_id, gradients)
+        for request in requests:
+            self.service.answer(request, self, carried)
+            carried = []  # they went with the first

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
+from telegrad.engine.gradients import take_present
 from telegrad.engine.passes import Pass
 from telegrad.errors import AutogradError, RpcTimeout, TelegradError
 from telegrad.ids import PassId, WorkerId
@@ -42,7 +43,7 @@ class RootPass(Pass):
     def __init__(
         self, service: "PassService", context: Context, pass_id: PassId, retain_graph: bool, timeout: float
     ) -> None:
-        Pass.__init__(self, service, context, pass_id, service.here, retain_graph, ())
+        Pass.__init__(self, service, context, pass_id, service.here, retain_graph)
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._asked: list[Slot] = []
@@ -102,12 +103,9 @@ class RootPass(Pass):
 
     def _hear_with_answer(self, sender: Member, reply: PassDone, tensors: list[Tensor]) -> None:
         """Gradients that came with an answer, for Sends of this worker."""
-        tensors.reverse()
         for message_id, present in reply.gradients:
-            if sum(present) > len(tensors):
-                raise AutogradError(f"fewer gradients came with an answer than it names: {reply.gradients}")
             # Taken out: a leaf keeps a gradient without a copy if nobody else holds it.
-            gradients = [tensors.pop() if there else None for there in present] if present else None
+            gradients = take_present(present, tensors)
             if not self.finished:  # else it was given up
                 self.service.check(self.context, message_id, sender.worker_id, gradients)
                 self.hear_and_run(message_id, gradients)

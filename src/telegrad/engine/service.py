@@ -11,7 +11,7 @@ root did not name brings it in itself, and names it when it is done.
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -22,7 +22,8 @@ from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
 from telegrad.cuda import order
 from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
-from telegrad.engine.passes import Pass
+from telegrad.engine.gradients import take_present, to_send
+from telegrad.engine.passes import Heard, Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, ids_of
@@ -49,8 +50,8 @@ from telegrad.wire.messages import (
 
 log = logging.getLogger("telegrad.engine")
 
-_SMALL = 32 * 1024
 _MOST_TEXT = 2000
+_profiler_enabled = torch._C._autograd._profiler_enabled
 
 
 class PassService(Layer):
@@ -81,13 +82,22 @@ class PassService(Layer):
         return pass_
 
     def join(
-        self, context: Context, pass_id: PassId, root: WorkerId, retain_graph: bool, known: Iterable[WorkerId]
+        self,
+        context: Context,
+        pass_id: PassId,
+        root: WorkerId,
+        retain_graph: bool,
+        known: Iterable[WorkerId],
+        early: tuple[Heard, ...] = (),
+        to_answer: tuple[Request, ...] = (),
     ) -> tuple[Pass, bool]:
-        """The pass of that id, and whether this is the first word of it here."""
+        """The pass of that id, and whether this is the first word of it here: then it has heard `early`, and will
+        answer these requests."""
         latest = context.latest
         if latest is not None and latest.pass_id == pass_id:
             return latest, False
-        pass_ = (PassOnLane if order.active else Pass)(self, context, pass_id, root, retain_graph, known)
+        made = PassOnLane if order.active else Pass
+        pass_ = made(self, context, pass_id, root, retain_graph, known, early, to_answer)
         entered = self._enter(context, pass_)
         return entered, entered is pass_
 
@@ -149,7 +159,7 @@ class PassService(Layer):
 
     def tell(self, pass_: Pass, worker: WorkerId, message_id: MessageId, gradients: Gradients | None) -> None:
         """Give the peer of a Recv its gradients, or tell it that none will come."""
-        present, tensors = _to_send(gradients)
+        present, tensors = to_send(gradients)
         metadata = AutogradMetadata(pass_.context.context_id, message_id)
         message = PropagateGradients(metadata, pass_.pass_id, pass_.root, pass_.retain_graph, pass_.named(), present)
         self._request(pass_, worker, message, Packed(b"", tensors))
@@ -198,45 +208,58 @@ class PassService(Layer):
         except ContextNotFound:
             self.agent.reply(request, PassDone((), ()))
             return
-        pass_, is_new = self.join(context, message.pass_id, message.root, message.retain_graph, message.participants)
-        if request.caller.worker_id == message.root:
-            pass_.when_ended(partial(self._answer_root, request))
-        else:
+        from_root = request.caller.worker_id == message.root
+        answered = (request,) if from_root else ()
+        pass_, is_new = self.join(
+            context, message.pass_id, message.root, message.retain_graph, message.participants, (), answered
+        )
+        if not from_root:
             self.agent.reply(request, PropagateGradientsReply(), lazy=True)
         if is_new:
             pass_.begin()
+        elif from_root:
+            pass_.answer_at_end(request)
 
     def serve_gradients(self, request: Request) -> None:
         """The handler of `PropagateGradients`."""
-        message = request.message
-        assert type(message) is PropagateGradients
-        message_id, caller, present = message.metadata.message_id, request.caller.worker_id, message.present
-        context = self.registry.find(message.metadata.context_id)
+        message: PropagateGradients = request.message  # type: ignore[assignment] # this is what it is registered for
+        metadata, root, caller = message.metadata, message.root, request.caller.worker_id
+        context, message_id = self.registry.find(metadata.context_id), metadata.message_id
         tensors = self.agent.received(request)
-        if sum(present) != len(tensors):
+        gradients = take_present(message.present, tensors)
+        if tensors:
+            announced = sum(message.present)
             raise AutogradError(
-                f"{len(tensors)} gradients came for message {message_id} of context "
-                f"{context.context_id}, but {sum(present)} were announced; they were not used"
+                f"{len(tensors) + announced} gradients came for message {message_id} of context "
+                f"{context.context_id}, but {announced} were announced; they were not used"
             )
-        gradients: list[Tensor | None] | None = None
-        if present:
-            arrived = iter(tensors)
-            gradients = [next(arrived) if there else None for there in present]
-            tensors.clear()
         # Before anything is begun: what is wrong concerns its sender, and through it the root, but not this worker.
         self.check(context, message_id, caller, gradients)
-        from_root = caller == message.root
-        pass_, is_new = self.join(context, message.pass_id, message.root, message.retain_graph, message.participants)
-        if from_root:  # it has its answer when the pass ends, so an error must end that rather than be a second answer
-            pass_.when_ended(partial(self._answer_root, request))
-        try:
-            (pass_.begin_with if is_new else pass_.hear_and_run)(message_id, gradients)
-        except Exception as error:
-            if not from_root:
-                raise
-            pass_.fail(error)
-        if not from_root:
+        # The root has its answer when the pass ends, so an error must end that rather than be a second answer.
+        answered = (request,) if caller == root else ()
+        heard = ((message_id, gradients),)
+        pass_, is_new = self.join(
+            context, message.pass_id, root, message.retain_graph, message.participants, heard, answered
+        )
+        if is_new:
+            pass_.begin()
+        else:
+            self._hear_more(pass_, message_id, gradients, request if answered else None)
+        if not answered:
             self.agent.reply(request, PropagateGradientsReply(), lazy=True)
+
+    def _hear_more(
+        self, pass_: Pass, message_id: MessageId, gradients: Gradients | None, of_root: Request | None
+    ) -> None:
+        """Gradients came for a pass that was known here."""
+        if of_root is None:
+            pass_.hear_and_run(message_id, gradients)
+            return
+        pass_.answer_at_end(of_root)
+        try:
+            pass_.hear_and_run(message_id, gradients)
+        except Exception as error:
+            pass_.fail(error)
 
     def check(self, context: Context, message_id: MessageId, sender: WorkerId, gradients: Gradients | None) -> None:
         """Raise unless these are gradients for what this worker sent to `sender` in that message."""
@@ -253,15 +276,25 @@ class PassService(Layer):
             )
         if gradients is not None:
             send.check(gradients)
+        if _profiler_enabled():
+            with torch.autograd.profiler.record_function(send.name()):
+                pass
 
-    def _answer_root(self, request: Request, ended: Pass) -> None:
+    def answer(self, request: Request, ended: Pass, carried: Sequence[Heard]) -> None:
+        """Tell the root that a pass is over here. What it `carried` goes along: nobody else holds these gradients then,
+        so that their memory can go back."""
         if ended.error is not None:
             self.agent.fail(request, ended.error)
             return
-        carried, packed = _carried(ended)
+        tensors: list[Tensor] = []
+        marks = []
+        for message_id, gradients in carried:
+            present, sent = to_send(gradients)
+            marks.append((message_id, present))
+            tensors += sent
         if order.active and getattr(ended, "lane", None) is not order.current_lane():
-            order.adopt(packed.tensors)  # the pass had ended before this was asked for, on other streams
-        self.agent.reply(request, PassDone(tuple(ended.context.participants), carried), packed)
+            order.adopt(tensors)  # the pass had ended before this was asked for, on other streams
+        self.agent.reply(request, PassDone((*ended.context.participants,), (*marks,)), Packed(b"", tensors))
 
     def serve_too_late(self, request: Request) -> None:
         """The handler of `TooLateForPass`."""
@@ -332,32 +365,3 @@ class PassService(Layer):
 
 def _ignore(slot: Slot) -> None:
     """A notice that fails concerns a worker that is gone, of which everyone hears by other means."""
-
-
-def _carried(ended: Pass) -> tuple[tuple[tuple[MessageId, tuple[bool, ...]], ...], Packed]:
-    """What goes with the answer to the root. Nobody else holds the gradients then, so that memory can go back."""
-    tensors: list[Tensor] = []
-    carried = []
-    for message_id, gradients in ended.take_for_root():
-        present, sent = _to_send(gradients)
-        carried.append((message_id, present))
-        tensors += sent
-    return tuple(carried), Packed(b"", tensors)
-
-
-def _to_send(gradients: Gradients | None) -> tuple[tuple[bool, ...], list[Tensor]]:
-    """Which gradients there are, and each as it is cheapest to send: a small one in the plainest form; a large expanded
-    one stays expanded."""
-    tensors: list[Tensor] = []
-    if gradients is None:
-        return (), tensors
-    for gradient in gradients:
-        if gradient is not None:
-            plain = gradient.detach()
-            if not plain.is_contiguous() and plain.layout is torch.strided and plain.nbytes <= _SMALL:
-                plain = plain.contiguous()
-            tensors.append(plain)
-    count = len(tensors)
-    if count == len(gradients):
-        return (True,) * count, tensors
-    return tuple([gradient is not None for gradient in gradients]), tensors

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Taker, taker
 from telegrad.engine.local.graph import Entered, Graph, Root
-from telegrad.engine.local.leaves import LeafSums, hooks_held
+from telegrad.engine.local.leaves import LeafSums, hooks_held, variable_of
 
 
 @functools.cache
@@ -50,6 +50,10 @@ class RecordedGraph(Graph):
         if create_graph:
             _expect_torchs_warning()
         if inputs is not None:
+            for edge in [edge for send in sends.values() if send.at_leaves for edge in send.edges]:
+                self.edges[edge.node] = ()
+                if (leaf := variable_of(edge.node)) is not None:
+                    self.leaves[edge.node] = leaf
             self._narrow(inputs, recvs)
 
     def close(self) -> None:
@@ -108,12 +112,12 @@ class RecordedGraph(Graph):
 
     # --- running ---
 
-    def run_last(self, roots: list[Root]) -> None:
+    def run_last(self, roots: list[Root], at_leaves: list[Root]) -> None:
         """Everything left; with `inputs`, for those alone: no leaf's node runs, but hooks of a leaf asked for do."""
         if not self._only:
-            super().run_last(roots)
+            super().run_last(roots, at_leaves)
             return
-        roots = [root for root in roots if root[0].node in self.edges]
+        roots = [root for root in [*roots, *at_leaves] if root[0].node in self.edges]
         for edge, gradient in roots:
             if edge.node in self.leaves:
                 self._add(edge.node, gradient)

@@ -1,7 +1,7 @@
 """A worker's part in a pass beyond the first order, and the root's."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients, RecvNode, Taker
 from telegrad.engine.higher.graph import RecordedGraph
 from telegrad.engine.local.graph import Entered, Graph
-from telegrad.engine.local.local_pass import Sends
+from telegrad.engine.local.local_pass import Sends, Taken
 from telegrad.engine.local.regions import Apart, Plan
 from telegrad.engine.passes import Pass, Roots
 from telegrad.engine.root_pass import RootPass
@@ -31,7 +31,7 @@ class Recorded(Pass):
     create_graph = False
     inputs: Mapping[WorkerId, int] | None = None  # of `grad`: of how many tensors each worker has to find the gradient
     _higher: RecordedGraph | None = None
-    _recv_nodes: set[Node] = set()  # noqa: RUF012 - replaced, never changed
+    _recv_nodes: Collection[Node] = ()
 
     def of_kind(self, create_graph: bool, inputs: Mapping[WorkerId, int] | None) -> None:
         """What kind of pass this is; before it begins."""
@@ -51,10 +51,10 @@ class Recorded(Pass):
         if self.service.may_begin(self):
             super().begin(roots)
 
-    def start(self, sends: Sends[MessageId], recvs: Iterable[RecvNode]) -> None:
+    def start(self, sends: Sends[MessageId], recvs: Mapping[Node, RecvNode]) -> None:
         """Walk the graph. What came in this very pass is no part of it."""
-        recvs = [recv for recv in recvs if recv.message_id not in self.own_messages]
-        self._recv_nodes = {recv.node for recv in recvs}
+        recvs = {node: recv for node, recv in recvs.items() if recv.message_id not in self.own_messages}
+        self._recv_nodes = recvs.keys()
         super().start(sends, recvs)
 
     def _graph_type(self, sends: Mapping[MessageId, Entered], taker: Taker, retain_graph: bool) -> Graph:
@@ -74,10 +74,9 @@ class Recorded(Pass):
                 plan.heard(key)
         return plan
 
-    def run(self) -> None:
-        """Run what may run; the sums of gradients are recorded, too."""
-        with torch.enable_grad() if self.create_graph else contextlib.nullcontext():
-            super().run()
+    def _run(self, graph: Graph, taken: Taken | None) -> None:
+        with torch.enable_grad() if self.create_graph else contextlib.nullcontext():  # sums are recorded, too
+            super()._run(graph, taken)
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         return False  # each message with gradients is recorded by itself, so none goes with the answer

@@ -5,7 +5,6 @@ It is the engine of the agent under another class: same passes, same lock, other
 
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from telegrad.autograd.functions import Gradients, SendNode
 from telegrad.cuda import order
 from telegrad.engine.higher.on_lane import RecordedPassOnLane, RecordedRootPassOnLane
 from telegrad.engine.higher.passes import Recorded, RecordedPass, RecordedRootPass
-from telegrad.engine.passes import Pass
+from telegrad.engine.passes import Heard, Pass
 from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError, ContextNotFound
 from telegrad.ids import MessageId, PassId, WorkerId
@@ -208,12 +207,13 @@ class RecordingService(PassService):
     def _answer_when_due(self, request: Request, root: WorkerId, pass_: Recorded) -> bool:
         """The root is answered at the end of the pass here, anyone else at once. Says whether it is the root's."""
         if request.caller.worker_id == root:
-            pass_.when_ended(partial(self._answer_root, request))
+            pass_.answer_at_end(request)
             return True
         self.agent.reply(request, PropagateGradientsReply(), lazy=True)
         return False
 
-    def _answer_root(self, request: Request, ended: Pass) -> None:
+    def answer(self, request: Request, ended: Pass, carried: Sequence[Heard]) -> None:
+        """Tell the root that a pass is over here, and which inputs have a gradient."""
         if ended.error is not None:
             self.agent.fail(request, ended.error)
             return

@@ -63,31 +63,23 @@ class Graph:
         """Walk it from where the gradients of each Send enter. Engine calls give those of Recvs to `taker`."""
         self._taker = taker
         self._retain_graph = retain_graph
-        self.leaves: dict[Node, Tensor] = {}
+        self.leaves: dict[Node, Tensor] = {}  # with those where a whole Send enters only once the last batch runs
         self.edges: dict[Node, Edges[Node]] = {_ANCHOR: ()}
         self.inner: dict[Any, Entered] = {}  # the Sends that do not enter at leaves alone
-        at_leaves: list[GradientEdge] = []
         for key, send in sends.items():
-            if send.at_leaves:
-                at_leaves += send.edges
-            elif self.inner:
+            if not send.at_leaves:
+                if not self.inner:
+                    self._walk(send.edges)
                 self.inner[key] = send
-            else:
-                self.inner[key] = send
-                self._walk(send.edges)
         if len(self.inner) > 1:
             self._walk_rest()
-        self.ends: Sequence[Node] = list(self.leaves)  # the leaves that `inner` reach
-        for edge in at_leaves:
-            node = edge[0]
-            self.edges[node] = ()
-            if (leaf := getattr(node, "variable", None)) is not None:
-                self.leaves[node] = leaf
+        self.ends: Sequence[Node] = (*self.leaves,)  # the leaves that `inner` reach
 
     def _walk(self, entries: Iterable[GradientEdge]) -> None:
         edges, leaves = self.edges, self.leaves
-        found: list[tuple[Node | None, int]] = [edge[:2] for edge in entries]
-        for node, _ in found:  # grows; a node may be there more than once
+        found: list[Any] = [*entries]
+        for edge in found:  # grows; a node may be there more than once
+            node = edge[0]
             if node not in edges and node is not None:
                 edges[node] = following = node.next_functions
                 if following:
@@ -122,9 +114,12 @@ class Graph:
         if apart:
             self.parts = dict(zip(self.inner, reached, strict=True))
 
-    def run_last(self, roots: list[Root]) -> None:
-        """Everything left, leaves included. If another pass has some of the leaves, run the rest before waiting."""
+    def run_last(self, roots: list[Root], at_leaves: list[Root]) -> None:
+        """Everything left, leaves included; `at_leaves` is what enters at leaves alone, and is emptied. If another pass
+        has some of the leaves, run the rest before waiting."""
         leaves = self.leaves
+        if at_leaves:
+            self._enter_at_leaves(roots, at_leaves)
         if not leaves:
             if roots:
                 self._call(roots, (), True)
@@ -144,6 +139,13 @@ class Graph:
             if kept:
                 put_back(kept)
             release(claim)
+
+    def _enter_at_leaves(self, roots: list[Root], at_leaves: list[Root]) -> None:
+        for edge, _ in at_leaves:
+            if (leaf := getattr(edge[0], "variable", None)) is not None:
+                self.leaves[edge[0]] = leaf
+        roots += at_leaves
+        at_leaves.clear()
 
     def _run_with_leaves(self, roots: list[Root]) -> None:
         for _, gradient in roots:
