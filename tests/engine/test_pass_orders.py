@@ -187,7 +187,7 @@ class World:
         try:
             self.pass_ = pass_ = self.root.service.open(self.root.context, False, 600.0)
             pass_.new_wakeup = lambda: Step(self)
-            pass_.begin(Roots((get_gradient_edge(root),), [torch.ones_like(root)]))
+            pass_.begin(roots=Roots((get_gradient_edge(root),), [torch.ones_like(root)]))
             pass_.wait()
             return None
         except BaseException as error:

@@ -265,6 +265,6 @@ def test_the_root_hears_its_roots_like_a_send() -> None:
     pass_ = part.enter(root=HERE)
     loss = (part.product * 2).sum()
     part.context.sends.clear()
-    pass_.begin(Roots((get_gradient_edge(loss),), [torch.ones(())]))
+    pass_.begin(roots=Roots((get_gradient_edge(loss),), [torch.ones(())]))
     assert part.ended == [pass_]
     assert part.context.gradients[part.weight].tolist() == [2.0, 2.0]

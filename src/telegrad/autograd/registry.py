@@ -6,6 +6,7 @@ user starts begins outside any.
 
 import logging
 import threading
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 from telegrad.autograd.context import Context
@@ -44,10 +45,10 @@ class Registry(ContextHolder):
         self.agent = agent
         self.here = agent.member.worker_id
         me = peer_of(agent.member)
-        self._context_ids = ids_of(me)
-        self.message_ids = ids_of(me)  # of this worker's Sends
+        self._context_ids: Iterator[ContextId] = ids_of(me)
+        self.message_ids: Iterator[MessageId] = ids_of(me)  # of this worker's Sends
         self._lock = threading.Lock()
-        self._contexts: dict[ContextId, Context] = {}
+        self._contexts: dict[int, Context] = {}
         self._strict: dict[ContextId, None] = {}  # those that are strict
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
         self._ended: dict[ContextId, None] = {}
@@ -61,12 +62,12 @@ class Registry(ContextHolder):
 
     def next_message_id(self) -> MessageId:
         """An id for a Send of this worker."""
-        return MessageId(next(self.message_ids))
+        return next(self.message_ids)
 
     def open(self, strict: bool = False) -> Context:
         """A new context of this worker's own."""
-        context = Context(ContextId(next(self._context_ids)), self.here)
-        self._contexts[context.context_id] = context
+        context_id = next(self._context_ids)
+        self._contexts[context_id] = context = Context(context_id, self.here)
         if strict:
             self.make_strict(context)
         return context
@@ -102,7 +103,7 @@ class Registry(ContextHolder):
 
     def find(self, context_id: int) -> Context:
         """A context that must exist."""
-        context = self._contexts.get(ContextId(context_id))
+        context = self._contexts.get(context_id)
         if context is None:
             raise ContextNotFound(
                 f"Could not find autograd context with id: {context_id} on worker {self.agent.info.name!r}: it has "
@@ -112,7 +113,7 @@ class Registry(ContextHolder):
 
     def get(self, context_id: int) -> Context | None:
         """A context, if it exists."""
-        return self._contexts.get(ContextId(context_id))
+        return self._contexts.get(context_id)
 
     def has_part(self, context_id: int, worker_id: int) -> bool:
         """Whether a worker is known to have a part in a context that is known here."""

@@ -15,7 +15,7 @@ from telegrad.autograd.functions import Gradients
 from telegrad.cuda import order
 from telegrad.engine.local.graph import Graph
 from telegrad.engine.local.local_pass import Taken
-from telegrad.engine.passes import Pass, Roots
+from telegrad.engine.passes import Heard, Pass, Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.ids import MessageId
 
@@ -28,8 +28,6 @@ class PassOnLane(Pass):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.lane = self._choose_lane()
-        for _, gradients in self._early:
-            order.hand_over(gradients or (), self.lane)
 
     def _choose_lane(self) -> order.Lane:
         lane = order.current_lane()
@@ -37,12 +35,12 @@ class PassOnLane(Pass):
             lane = self._taken = order.take()
         return lane
 
-    def begin(self, roots: Roots | None = None) -> None:
-        """Start, on the root from what `backward` was given."""
-        if roots is not None:
-            order.hand_over(roots.gradients, self.lane)
+    def begin(self, heard: Heard | None = None, roots: Roots | None = None) -> None:
+        """Start, with what the first word of the pass brought."""
+        gradients = roots.gradients if roots is not None else heard[1] if heard is not None else None
+        order.hand_over(gradients or (), self.lane)
         with order.on(self.lane):
-            super().begin(roots)
+            super().begin(heard, roots)
 
     def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
         """A Send of this worker has its gradients, or none will come."""

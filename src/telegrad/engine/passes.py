@@ -11,16 +11,16 @@ On the worker that called `backward` the part is a `RootPass`, which waits for t
 import threading
 from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Context, Snapshot
 from telegrad.autograd.functions import Gradients, RecvNode, SendNode
-from telegrad.engine.local.graph import Graph
-from telegrad.engine.local.local_pass import LocalPass, Taken
+from telegrad.engine.local.local_pass import LocalPass, Sends
 from telegrad.errors import AutogradError, WorkerDied
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.pending import Slot
@@ -32,10 +32,13 @@ from telegrad.wire.messages import AnyMessage
 if TYPE_CHECKING:
     from telegrad.engine.service import PassService
 
-Heard = tuple[MessageId, Gradients | None]  # a Send and what it heard
+Heard = tuple[MessageId, list[Tensor | None] | None]  # a Send and what it heard
+_peer = attrgetter("peer")
 _FEW_NODES = 64  # a graph so small is done before a message about it could be sent
 _FEW_BYTES = 32 * 1024
 MOST_NAMED = 32  # workers in a message about a pass, or about the end of a context
+
+Carried = tuple[MessageId, Gradients | None]  # gradients for a Send of the root
 
 ROOT = MessageId(-1)  # the roots of `backward` are heard like a Send
 
@@ -44,7 +47,7 @@ class Roots(msgspec.Struct, eq=False):
     """The roots of `backward`, and the gradients to start from."""
 
     edges: tuple[GradientEdge, ...]
-    gradients: list[Tensor]
+    gradients: list[Tensor | None]  # none is None
     at_leaves: bool = False  # not worth asking
 
 
@@ -64,7 +67,6 @@ class Pass(LocalPass[MessageId]):
         root: WorkerId,
         retain_graph: bool,
         known: Iterable[WorkerId] = (),
-        early: "tuple[Heard, ...]" = (),
         to_answer: tuple[Request, ...] = (),
     ) -> None:
         self.service = service
@@ -74,9 +76,8 @@ class Pass(LocalPass[MessageId]):
         self.retain_graph = retain_graph
         self.known = {service.here, root, *known}  # workers that have been told of this pass, as far as we know
         self._lock = threading.Lock()
-        self._early = early
         self._to_answer = to_answer  # requests of the root, whose reply says that this part is over
-        self._for_root: list[Heard] = []  # gradients that go with that reply
+        self._for_root: list[Carried] = []  # gradients that go with that reply
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.finished else "running"
@@ -104,37 +105,55 @@ class Pass(LocalPass[MessageId]):
 
     # --- beginning ---
 
-    def begin(self, roots: Roots | None = None) -> None:
-        """Start, on the root from what `backward` was given."""
+    def begin(self, heard: Heard | None = None, roots: Roots | None = None) -> None:
+        """Start, with what the first word of the pass brought for a Send of this worker; on the root, from what
+        `backward` was given."""
         try:
             if self.finished:
                 return  # given up before it could start
             context = self.context
             found = context.snapshot(self.pass_id, self._late)
             sends: dict[MessageId, Any] = found.sends
-            if not self.known >= context.participants:
-                self._spread(found)
+            newcomers = context.participants - self.known
+            if newcomers:
+                self._spread(newcomers, found)
+            if found.orphans or found.alone:
+                self._settle(found)
             if roots is not None:
                 sends[ROOT] = roots
-                self.hear(ROOT, roots.gradients)
-            for key in found.alone:
-                self.hear(key, None)
-            for message_id, peer in found.orphans.items():
-                self.service.tell(self, peer, message_id, None)
-            self.start(sends, found.recvs)
+                heard = ROOT, roots.gradients
+            if context.profile is not None:
+                context.profile.run(partial(self._start, heard, sends, found.recvs))
+            elif heard is not None:
+                self.start_heard(*heard, sends, found.recvs)
+            else:
+                self.start(sends, found.recvs)
             if self.to_invite:
                 self._invite_rest()
         except Exception as error:
             self.fail(error)
 
-    def _spread(self, found: Snapshot) -> None:
+    def _start(self, heard: Heard | None, sends: Sends[MessageId], recvs: Mapping[Node, RecvNode]) -> None:
+        if heard is None:
+            self.start(sends, recvs)
+        else:
+            self.start_heard(*heard, sends, recvs)
+
+    def _settle(self, found: Snapshot) -> None:
+        """Messages whose other half will never be part of the pass: on either side, no gradient comes."""
+        for key in found.alone:
+            self.hear(key, None)
+        for message_id, peer in found.orphans.items():
+            self.service.tell(self, peer, message_id, None)
+
+    def _spread(self, newcomers: set[WorkerId], found: Snapshot) -> None:
         """Bring in the participants that nobody else is known to tell. Some get a message of a Recv anyway."""
-        will_hear = {recv.peer for recv in found.recvs.values()}.union(found.orphans.values())
-        newcomers = self.context.participants - self.known
         self.known |= newcomers
+        will_hear = {*map(_peer, found.recvs.values()), *found.orphans.values()}
         self.to_invite = newcomers & will_hear
-        for worker in newcomers - will_hear:
-            self.service.invite(self, worker)
+        if len(self.to_invite) < len(newcomers):
+            for worker in newcomers - will_hear:
+                self.service.invite(self, worker)
 
     def _invite_rest(self) -> None:
         """What could run has run. A Recv that waits may wait for the very worker it would tell of the pass."""
@@ -164,7 +183,10 @@ class Pass(LocalPass[MessageId]):
             taken = None if self._running else self._take(graph)
         if taken is not None:
             try:
-                self._run(graph, taken)
+                if self.context.profile is None:
+                    self._run(graph, taken)
+                else:
+                    self.context.profile.run(partial(self._run, graph, taken))
             except Exception as error:
                 self.fail(error)
 
@@ -173,13 +195,6 @@ class Pass(LocalPass[MessageId]):
             raise AutogradError(f"message {key} was heard twice in one pass; the second gradients were not used")
         if gradients is not None:
             raise AutogradError(f"message {key} was sent after the pass had begun; its gradients were not used")
-
-    def _run(self, graph: Graph, taken: Taken | None) -> None:
-        profile = self.context.profile
-        if profile is None:
-            LocalPass._run(self, graph, taken)
-        else:
-            profile.run(partial(LocalPass._run, self, graph, taken))
 
     def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> None:
         with self._lock:

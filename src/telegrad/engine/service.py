@@ -11,7 +11,7 @@ root did not name brings it in itself, and names it when it is done.
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from telegrad.autograd.registry import Registry, registry_of
 from telegrad.cuda import order
 from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
 from telegrad.engine.gradients import take_present, to_send
-from telegrad.engine.passes import Heard, Pass
+from telegrad.engine.passes import Carried, Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, ids_of
@@ -63,7 +63,7 @@ class PassService(Layer):
         self.agent = agent
         self.registry: Registry = registry_of(agent)
         self.here = agent.member.worker_id
-        self._pass_ids = ids_of(peer_of(agent.member))
+        self._pass_ids: Iterator[PassId] = ids_of(peer_of(agent.member))
         self._lock = threading.Lock()
 
     def name_of(self, worker: WorkerId) -> str:
@@ -76,7 +76,7 @@ class PassService(Layer):
     def open(self, context: Context, retain_graph: bool, timeout: float) -> RootPass:
         """A new pass whose root is here."""
         pass_ = (RootPassOnLane if order.active else RootPass)(
-            self, context, PassId(next(self._pass_ids)), retain_graph, timeout
+            self, context, next(self._pass_ids), retain_graph, timeout
         )
         self._enter(context, pass_)
         return pass_
@@ -88,16 +88,14 @@ class PassService(Layer):
         root: WorkerId,
         retain_graph: bool,
         known: Iterable[WorkerId],
-        early: tuple[Heard, ...] = (),
         to_answer: tuple[Request, ...] = (),
     ) -> tuple[Pass, bool]:
-        """The pass of that id, and whether this is the first word of it here: then it has heard `early`, and will
-        answer these requests."""
+        """The pass of that id, and whether this is the first word of it here: then it will answer these requests."""
         latest = context.latest
         if latest is not None and latest.pass_id == pass_id:
             return latest, False
         made = PassOnLane if order.active else Pass
-        pass_ = made(self, context, pass_id, root, retain_graph, known, early, to_answer)
+        pass_ = made(self, context, pass_id, root, retain_graph, known, to_answer)
         entered = self._enter(context, pass_)
         return entered, entered is pass_
 
@@ -211,7 +209,7 @@ class PassService(Layer):
         from_root = request.caller.worker_id == message.root
         answered = (request,) if from_root else ()
         pass_, is_new = self.join(
-            context, message.pass_id, message.root, message.retain_graph, message.participants, (), answered
+            context, message.pass_id, message.root, message.retain_graph, message.participants, answered
         )
         if not from_root:
             self.agent.reply(request, PropagateGradientsReply(), lazy=True)
@@ -237,12 +235,11 @@ class PassService(Layer):
         self.check(context, message_id, caller, gradients)
         # The root has its answer when the pass ends, so an error must end that rather than be a second answer.
         answered = (request,) if caller == root else ()
-        heard = ((message_id, gradients),)
         pass_, is_new = self.join(
-            context, message.pass_id, root, message.retain_graph, message.participants, heard, answered
+            context, message.pass_id, root, message.retain_graph, message.participants, answered
         )
         if is_new:
-            pass_.begin()
+            pass_.begin((message_id, gradients))
         else:
             self._hear_more(pass_, message_id, gradients, request if answered else None)
         if not answered:
@@ -280,7 +277,7 @@ class PassService(Layer):
             with torch.autograd.profiler.record_function(send.name()):
                 pass
 
-    def answer(self, request: Request, ended: Pass, carried: Sequence[Heard]) -> None:
+    def answer(self, request: Request, ended: Pass, carried: Sequence[Carried]) -> None:
         """Tell the root that a pass is over here. What it `carried` goes along: nobody else holds these gradients then,
         so that their memory can go back."""
         if ended.error is not None:

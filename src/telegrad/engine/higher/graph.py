@@ -40,7 +40,9 @@ class RecordedGraph(Graph):
         inputs: Mapping[int, Tensor] | None,
         recvs: Collection[Node],
     ) -> None:
-        super().__init__(sends, taker, retain_graph)
+        inner = {key: send for key, send in sends.items() if not send.at_leaves}
+        super().__init__(next(iter(inner.values())).edges if inner else (), taker, retain_graph)
+        self.divide(inner)
         self._create_graph = create_graph
         self._only = inputs is not None  # no leaf gets a gradient but those asked for, and none keeps one
         self._wanted: dict[int, GradientEdge] = {}
@@ -83,7 +85,6 @@ class RecordedGraph(Graph):
             if node in needed
         }
         self.leaves = {node: leaf for node, leaf in self.leaves.items() if node in needed}
-        self.ends = [node for node in self.ends if node in needed]
         if self.parts is not None:
             self.parts = {
                 key: ({node: None for node in inner if node in needed}, [node for node in ends if node in needed])

@@ -14,7 +14,7 @@ from telegrad.engine.higher.graph import RecordedGraph
 from telegrad.engine.local.graph import Entered, Graph
 from telegrad.engine.local.local_pass import Sends, Taken
 from telegrad.engine.local.regions import Apart, Plan
-from telegrad.engine.passes import Pass, Roots
+from telegrad.engine.passes import Heard, Pass, Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.pending import Slot
@@ -46,10 +46,10 @@ class Recorded(Pass):
         """How many tensors of this worker the gradients are asked of."""
         return 0 if self.inputs is None else self.inputs.get(self.service.here, 0)
 
-    def begin(self, roots: Roots | None = None) -> None:
+    def begin(self, heard: Heard | None = None, roots: Roots | None = None) -> None:
         """Start, unless the root has yet to say of which tensors: then its last word on that does."""
         if self.service.may_begin(self):
-            super().begin(roots)
+            super().begin(heard, roots)
 
     def start(self, sends: Sends[MessageId], recvs: Mapping[Node, RecvNode]) -> None:
         """Walk the graph. What came in this very pass is no part of it."""
@@ -57,7 +57,18 @@ class Recorded(Pass):
         self._recv_nodes = recvs.keys()
         super().start(sends, recvs)
 
-    def _graph_type(self, sends: Mapping[MessageId, Entered], taker: Taker, retain_graph: bool) -> Graph:
+    def start_heard(
+        self,
+        key: MessageId,
+        gradients: list[Tensor | None] | None,
+        sends: Sends[MessageId],
+        recvs: Mapping[Node, RecvNode],
+    ) -> None:
+        """The same, when a first Send has been heard."""
+        self.hear(key, gradients)
+        self.start(sends, recvs)
+
+    def _make_graph(self, sends: Mapping[MessageId, Entered], taker: Taker, retain_graph: bool) -> Graph:
         wanted = None if self.inputs is None else self.service.wanted(self)
         self._higher = RecordedGraph(
             sends, taker, retain_graph, create_graph=self.create_graph, inputs=wanted, recvs=self._recv_nodes

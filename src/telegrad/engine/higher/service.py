@@ -14,7 +14,7 @@ from telegrad.autograd.functions import Gradients, SendNode
 from telegrad.cuda import order
 from telegrad.engine.higher.on_lane import RecordedPassOnLane, RecordedRootPassOnLane
 from telegrad.engine.higher.passes import Recorded, RecordedPass, RecordedRootPass
-from telegrad.engine.passes import Heard, Pass
+from telegrad.engine.passes import Carried, Pass
 from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError, ContextNotFound
 from telegrad.ids import MessageId, PassId, WorkerId
@@ -73,7 +73,7 @@ class RecordingService(PassService):
 
     def next_pass_id(self) -> PassId:
         """An id for a pass whose root is here."""
-        return PassId(next(self._pass_ids))
+        return next(self._pass_ids)
 
     def open_recorded(
         self,
@@ -212,7 +212,7 @@ class RecordingService(PassService):
         self.agent.reply(request, PropagateGradientsReply(), lazy=True)
         return False
 
-    def answer(self, request: Request, ended: Pass, carried: Sequence[Heard]) -> None:
+    def answer(self, request: Request, ended: Pass, carried: Sequence[Carried]) -> None:
         """Tell the root that a pass is over here, and which inputs have a gradient."""
         if ended.error is not None:
             self.agent.fail(request, ended.error)

@@ -57,26 +57,16 @@ class Graph:
     _sums: LeafSums | None = None  # what closed and cut batches found for leaves
     _nones = False  # whether a node handed None across a cut
     gradients: Mapping[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
+    inner: Mapping[Any, Entered] = {}  # if there may be several: the Sends that do not enter at leaves alone
     parts: dict[Any, Part[Node]] | None = None  # what each of `inner` reaches, if no two reach the same, leaves aside
 
-    def __init__(self, sends: Mapping[Any, Entered], taker: Taker, retain_graph: bool) -> None:
-        """Walk it from where the gradients of each Send enter. Engine calls give those of Recvs to `taker`."""
+    def __init__(self, entries: Sequence[GradientEdge], taker: Taker, retain_graph: bool) -> None:
+        """Walk it from where gradients enter. Engine calls give those of Recvs to `taker`."""
         self._taker = taker
         self._retain_graph = retain_graph
-        self.leaves: dict[Node, Tensor] = {}  # with those where a whole Send enters only once the last batch runs
+        self.leaves: dict[Node, Tensor] = {}  # where a whole Send enters at leaves: only once the last batch runs
         self.edges: dict[Node, Edges[Node]] = {_ANCHOR: ()}
-        self.inner: dict[Any, Entered] = {}  # the Sends that do not enter at leaves alone
-        for key, send in sends.items():
-            if not send.at_leaves:
-                if not self.inner:
-                    self._walk(send.edges)
-                self.inner[key] = send
-        if len(self.inner) > 1:
-            self._walk_rest()
-        self.ends: Sequence[Node] = (*self.leaves,)  # the leaves that `inner` reach
-
-    def _walk(self, entries: Iterable[GradientEdge]) -> None:
-        edges, leaves = self.edges, self.leaves
+        edges = self.edges
         found: list[Any] = [*entries]
         for edge in found:  # grows; a node may be there more than once
             node = edge[0]
@@ -85,7 +75,21 @@ class Graph:
                 if following:
                     found += following
                 elif (leaf := getattr(node, "variable", None)) is not None:
-                    leaves[node] = leaf
+                    self.leaves[node] = leaf
+
+    @classmethod
+    def of_sends(cls, sends: Mapping[Any, Entered], taker: Taker, retain_graph: bool) -> "Graph":
+        """The graph of any Sends; notes what each of them reaches."""
+        inner = {key: send for key, send in sends.items() if not send.at_leaves}
+        graph = cls(next(iter(inner.values())).edges if inner else (), taker, retain_graph)
+        graph.divide(inner)
+        return graph
+
+    def divide(self, inner: Mapping[Any, Entered]) -> None:
+        """Walk from the other Sends, too; the first was walked from."""
+        self.inner = inner
+        if len(inner) > 1:
+            self._walk_rest()
 
     def _walk_rest(self) -> None:
         """The same from all Sends but the first; notes what each reaches."""

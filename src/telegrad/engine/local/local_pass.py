@@ -1,6 +1,7 @@
 """The local half of a backward pass: which Sends have been heard, and what may run now.
 
     pass_.start(sends, recvs)    walk the graph; tell the Recvs that nothing reaches; run what may run
+    pass_.start_heard(...)       the same if a first Send has been heard, as it usually has
     pass_.hear(key, gradients)   once for each Send, from any thread, before or after `start`
     pass_.run()                  run what may run, in this thread; after each `hear`
     pass_.gradients              once `done`: the total for each leaf
@@ -13,7 +14,7 @@ is all. Before that, what has been heard runs as far as it leads to no node that
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -34,7 +35,9 @@ Taken = tuple[Batch[Node], list[Root]]  # what this thread is to run, and what e
 _LAST: Batch[Node] = Batch(Way.LAST, recvs=None)
 _ALL_BUT_LEAVES: Batch[Node] = Batch(Way.CLOSED, recvs=None)
 _NOTHING: dict[Any, Any] = {}  # never changed
+_EMPTY: list[Any] = []  # nor is this
 _is_none = partial(is_, None)  # with `map`, in C: a comparison by `==` asks the tensors
+_enters_at_leaves = attrgetter("at_leaves")
 
 
 class LocalPass(Generic[K]):
@@ -54,7 +57,7 @@ class LocalPass(Generic[K]):
     done = False  # all has run
     over = False  # given up: nothing is delivered any more
     gradients: Mapping[Tensor, Tensor] = {}
-    _graph_type: Callable[[Sends[K], Taker, bool], Graph] = Graph
+    _make_graph: Callable[[Sends[K], Taker, bool], Graph] = Graph.of_sends
     _graph: Graph | None = None  # from the start to the end; the runner's
     _plan: "Apart[K, Node] | Plan[K, Node] | None" = None  # only if something may run before all has been heard
     _early: tuple[tuple[K, Gradients | None], ...] = ()  # heard before the start
@@ -62,8 +65,8 @@ class LocalPass(Generic[K]):
     _unheard: dict[K, Entered] = _NOTHING
     _recvs: Mapping[Node, RecvNode] = _NOTHING
     _untold: dict[Node, RecvNode] = _NOTHING
-    _roots: list[Root] = []  # noqa: RUF012 - heard or collected, not yet entered
-    _at_leaves: list[Root] = []  # noqa: RUF012 - the same of Sends that enter at leaves alone: these wait for all others
+    _roots: list[Root] = _EMPTY  # heard or collected, not yet entered
+    _at_leaves: list[Root] = _EMPTY  # the same of Sends that enter at leaves alone: these wait for all others
     _running = False
     _inner_taken = False  # whether all that is above leaves has been taken to run
     _some_dead = False  # whether a tensor of a Send was heard without a gradient
@@ -94,18 +97,49 @@ class LocalPass(Generic[K]):
 
     def start(self, sends: Sends[K], recvs: Mapping[Node, RecvNode]) -> None:
         """Walk the graph, tell the Recvs that nothing reaches, and run what may run."""
-        graph = self._graph_type(sends, self._tell, self.retain_graph)
+        self._begin(self._make_graph(sends, self._tell, self.retain_graph), [], sends, {**sends}, recvs)
+
+    def start_heard(
+        self, key: K, gradients: list[Tensor | None] | None, sends: Sends[K], recvs: Mapping[Node, RecvNode]
+    ) -> None:
+        """The same, when a first Send has been heard. Usually it is the only one that leads into a graph: all others
+        have tensors that are leaves. Then there is nothing to plan."""
+        unheard = {**sends}
+        first = unheard.pop(key, None)
+        if (
+            first is None
+            or gradients is None
+            or any(map(_is_none, gradients))
+            or not all(map(_enters_at_leaves, unheard.values()))
+        ):
+            self.hear(key, gradients)
+            self.start(sends, recvs)
+            return
+        edges = first.edges
+        roots: list[Root] = [*zip(edges, gradients, strict=True)]
+        gradients.clear()  # as in `_enter`
+        self._begin(Graph(edges, self._tell, self.retain_graph), roots, sends, unheard, recvs)
+
+    def _begin(
+        self,
+        graph: Graph,
+        roots: list[Root],
+        sends: Sends[K],
+        unheard: dict[K, Entered],
+        recvs: Mapping[Node, RecvNode],
+    ) -> None:
         self._recvs, self._untold = recvs, {**recvs}
         if not recvs.keys() <= graph.edges.keys():
             self._tell_none([node for node in recvs if node not in graph.edges])
         with self._lock:
             if self.over:
                 return  # given up meanwhile
-            self._graph, self._sends, self._unheard = graph, sends, {**sends}
-            self._roots, self._at_leaves = [], []
-            for key, gradients in self._early:
-                self._enter(key, gradients)
-            self._early = ()
+            self._graph, self._sends, self._unheard = graph, sends, unheard
+            self._roots, self._at_leaves = roots, []
+            if self._early:
+                for key, gradients in self._early:
+                    self._enter(key, gradients)
+                self._early = ()
             taken = self._take(graph)
         if taken is not None:
             self._run(graph, taken)
@@ -138,8 +172,7 @@ class LocalPass(Generic[K]):
         if gradients is None:
             self._some_dead = True
         else:
-            edges = send.edges
-            if len(gradients) != len(edges):
+            if len(gradients) != len(edges := send.edges):
                 raise GradientMismatch(f"{key!r} has {len(edges)} tensors, not {len(gradients)}; no gradient was used")
             roots = self._at_leaves if send.at_leaves else self._roots
             if any(map(_is_none, gradients)):
@@ -178,7 +211,7 @@ class LocalPass(Generic[K]):
                 if batch is _LAST:
                     graph.run_last(roots, self._at_leaves)
                 elif batch.way is Way.CLOSED:
-                    graph.run_closed(batch.nodes, roots, graph.ends if batch is _ALL_BUT_LEAVES else batch.leaves)
+                    graph.run_closed(batch.nodes, roots, [*graph.leaves] if batch is _ALL_BUT_LEAVES else batch.leaves)
                 else:
                     self._roots.extend(graph.run_cut(batch.nodes, roots))
                 if since and trace.recorder is not None:
@@ -202,36 +235,35 @@ class LocalPass(Generic[K]):
 
     def _take(self, graph: Graph) -> Taken | None:
         """Under the lock: the next batch and what enters it. With None this thread does not run, or runs no longer."""
-        if not self._unheard and not self.over:
-            self._running = True
-            roots, self._roots = self._roots, []
-            return _LAST, roots
-        batch = None if self.over else self._may_run(graph)
-        self._running = batch is not None
-        if batch is not None:
-            return batch, self._take_roots(graph, batch)
         if self.over:
             self._release()
-        return None
-
-    def _take_roots(self, graph: Graph, batch: Batch[Node]) -> list[Root]:
-        """What enters this batch; what enters elsewhere is kept."""
+            batch = None
+        elif not self._unheard:
+            batch = _LAST
+        elif graph.inner.keys().isdisjoint(self._unheard):  # they enter at leaves alone, which wait for all
+            batch = None if self._inner_taken else _ALL_BUT_LEAVES
+            self._inner_taken = True
+        else:
+            batch = self._take_planned(graph)
+        if batch is None:
+            self._running = False
+            return None
+        self._running = True
         roots, self._roots = self._roots, []
+        if batch is not _LAST and (graph.leaves or batch is not _ALL_BUT_LEAVES):
+            roots = self._entering(graph, batch, roots)
+        return batch, roots
+
+    def _entering(self, graph: Graph, batch: Batch[Node], roots: list[Root]) -> list[Root]:
+        """What enters this batch; what enters elsewhere is kept."""
         nodes, inside = (graph.leaves, False) if batch is _ALL_BUT_LEAVES else (batch.nodes, True)
-        if not nodes and not inside:
-            return roots
         entering = [root for root in roots if (root[0][0] in nodes) is inside]
         if len(entering) < len(roots):
             self._roots = [root for root in roots if (root[0][0] in nodes) is not inside]
         return entering
 
-    def _may_run(self, graph: Graph) -> Batch[Node] | None:
-        """What need not wait for the Sends that have not been heard."""
-        if graph.inner.keys().isdisjoint(self._unheard):  # they enter at leaves alone, which wait for all
-            if self._inner_taken:
-                return None
-            self._inner_taken = True
-            return _ALL_BUT_LEAVES
+    def _take_planned(self, graph: Graph) -> Batch[Node] | None:
+        """What need not wait for the Sends that have not been heard, and that lead into the graph."""
         if self._plan is None:
             if len(graph.inner) < 2:
                 return None
@@ -259,7 +291,7 @@ class LocalPass(Generic[K]):
         self._graph = self._plan = None
         self._early = ()
         self._sends = self._unheard = self._recvs = self._untold = _NOTHING
-        self._roots = self._at_leaves = []  # neither is added to any more
+        self._roots = self._at_leaves = _EMPTY
 
     def _tell(self, node: Node, gradients: Gradients | None) -> None:
         """A Recv has its gradients: called by the Recv from inside the engine, on whichever thread that is. The engine
