@@ -186,7 +186,7 @@ def test_the_first_error_counts_and_everything_is_released() -> None:
     assert part.ended == [pass_]
     pass_.hear_and_run(SENT, gradient())
     assert part.context.gradients == {}
-    assert (pass_._early, pass_._sends, pass_._graph) == ((), {}, None)
+    assert (pass_._early, pass_._unheard, pass_._graph) == ((), {}, None)
     assert "failed" in repr(pass_)
 
 

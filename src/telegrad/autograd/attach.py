@@ -169,8 +169,7 @@ class _Recorded(msgspec.Struct, eq=False):
 
 def serve_recorded(registry: Registry, request: Request) -> None:
     """The handler of `RpcWithAutograd`: tie the call into its context, then let the inner call's handler run it."""
-    message = request.message
-    assert type(message) is RpcWithAutograd
+    message: RpcWithAutograd = request.message  # type: ignore[assignment] # this is what it is registered for
     metadata, member = message.metadata, request.session.member
     context = registry.join(metadata.context_id)
     if not context.usable:
@@ -207,9 +206,7 @@ class _Served(msgspec.Struct, eq=False):
         context = self._context
         if context.ended:
             raise AutogradError(f"context {context.context_id} ended before a call in it had returned")
-        metadata = AutogradMetadata(
-            context.context_id, _record_send(self._registry, context, self._caller, tensors)
-        )
+        metadata = AutogradMetadata(context.context_id, _record_send(self._registry, context, self._caller, tensors))
         others = context.participants
         named = tuple(others) if len(others) > 1 else ()
         return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
@@ -232,7 +229,10 @@ def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
 
 def _has_gradients(frame: Frame) -> bool:
     """Whether a message has tensors that require grad, so that there is a Send that waits to hear."""
-    return any(spec.flags & _REQUIRES_GRAD for spec in frame.tensors)
+    for spec in frame.tensors:  # noqa: SIM110 - on the path of every recorded call
+        if spec.flags & _REQUIRES_GRAD:
+            return True
+    return False
 
 
 class AutogradLayer(Registry):

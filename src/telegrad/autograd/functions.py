@@ -93,7 +93,7 @@ class SendNode:
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""
         try:
-            if [*map(_meta, gradients)] == self.metas:
+            if [*map(_meta, gradients)] == self.metas:  # type: ignore[arg-type] # None raises
                 return
         except (AttributeError, RuntimeError):  # one is None; or nested, and so does not fit
             pass

@@ -39,7 +39,13 @@ class ContextEngine(Layer):
 
 
 class Registry(ContextHolder):
-    """The contexts of one agent."""
+    """The contexts of one agent.
+
+    A context begins and ends without a lock, by single operations on tables in this order: who ends it says so in
+    `_ended` before taking it out of `_contexts`, and who begins it looks at `_ended` after putting it there.
+    """
+
+    engine: ContextEngine | None = None  # what runs passes; it puts itself here
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -47,7 +53,7 @@ class Registry(ContextHolder):
         me = peer_of(agent.member)
         self._context_ids: Iterator[ContextId] = ids_of(me)
         self.message_ids: Iterator[MessageId] = ids_of(me)  # of this worker's Sends
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of those who forget what has ended
         self._contexts: dict[int, Context] = {}
         self._strict: dict[ContextId, None] = {}  # those that are strict
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
@@ -86,20 +92,18 @@ class Registry(ContextHolder):
         context = self._contexts.get(context_id)
         if context is not None:
             return context
-        with self._lock:
-            if context_id in self._ended:
-                raise ContextNotFound(
-                    f"context {context_id} has ended; a call in it reached worker {self.agent.info.name!r} too late"
-                )
-            context = self._contexts.get(context_id)
-            if context is None and len(self._contexts) >= MOST_CONTEXTS:
-                raise AutogradError(
-                    f"worker {self.agent.info.name!r} has a part in {MOST_CONTEXTS} contexts that have not ended; it "
-                    "takes part in no more"
-                )
-            if context is None:
-                self._contexts[context_id] = context = Context(context_id, self.here)
-            return context
+        if len(self._contexts) >= MOST_CONTEXTS:
+            raise AutogradError(
+                f"worker {self.agent.info.name!r} has a part in {MOST_CONTEXTS} contexts that have not ended; it "
+                "takes part in no more"
+            )
+        context = self._contexts.setdefault(context_id, Context(context_id, self.here))
+        if context_id in self._ended:
+            self._contexts.pop(context_id, None)
+            raise ContextNotFound(
+                f"context {context_id} has ended; a call in it reached worker {self.agent.info.name!r} too late"
+            )
+        return context
 
     def find(self, context_id: int) -> Context:
         """A context that must exist."""
@@ -122,28 +126,29 @@ class Registry(ContextHolder):
 
     def end(self, context_id: ContextId) -> Context | None:
         """Forget a context; what it was, if it was there."""
-        with self._lock:
-            ended = self._ended
-            ended[context_id] = None
-            if len(ended) > _ENDED_MEMORY:
-                del ended[next(iter(ended))]
-            context = self._contexts.pop(context_id, None)
-            if self._strict:
-                self._strict.pop(context_id, None)
+        self._ended[context_id] = None
+        if len(self._ended) > _ENDED_MEMORY:
+            self._forget_oldest()
+        context = self._contexts.pop(context_id, None)
+        if self._strict:
+            self._strict.pop(context_id, None)
         if context is not None:
             context.clear()
         return context
 
+    def _forget_oldest(self) -> None:
+        with self._lock:
+            for context_id in [*self._ended][: _ENDED_MEMORY // 8]:
+                self._ended.pop(context_id, None)
+
     def end_everywhere(self, context_id: ContextId) -> None:
         """End a context of this worker's own, on all workers it reached."""
-        engine = self.agent.find_layer(ContextEngine)
-        (self.end if engine is None else engine.end_everywhere)(context_id)
+        (self.end if self.engine is None else self.engine.end_everywhere)(context_id)
 
     def participant_lost(self, member: Member) -> None:
         """A worker that is known to be dead turns out to have a part in a context here."""
-        engine = self.agent.find_layer(ContextEngine)
-        if engine is not None:
-            engine.participant_lost(member)
+        if self.engine is not None:
+            self.engine.participant_lost(member)
 
     def on_close(self) -> None:
         """The worker shuts down: nothing of any context is of use any more."""
@@ -177,4 +182,4 @@ def registry_of(agent: Agent) -> Registry:
 
 def registry() -> Registry:
     """The registry of this process's agent."""
-    return registry_of(require_agent())
+    return require_agent().layer(Registry)

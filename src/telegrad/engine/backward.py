@@ -27,6 +27,9 @@ from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 
 
+_profiler_enabled = torch._C._autograd._profiler_enabled
+
+
 class PassProfiler(Layer):
     """Who has the other workers profile their parts of a pass; a layer above derives this."""
 
@@ -85,7 +88,7 @@ def backward(
         pass_ = agent.layer(RecordedPasses).open_recording(context, seconds)
     else:
         pass_ = service.open(context, retain_graph, seconds)
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
+    if _profiler_enabled():
         with agent.layer(PassProfiler).profiling(context):
             pass_.begin(roots=started)
             pass_.wait()
@@ -156,7 +159,7 @@ def as_roots(context: Context, roots: Sequence[Any], grad_tensors: Sequence[Tens
         else:
             position = len(gradients)
             gradients.append(_first_gradient(position, root, None if grad_tensors is None else grad_tensors[position]))
-    return Roots(tuple(edges), gradients)
+    return Roots(edges, gradients)
 
 
 def fetch_root(context: Context, root: Any) -> Tensor:

@@ -28,7 +28,6 @@ def end_context(service: PassService, context_id: ContextId, told: tuple[WorkerI
 
 def serve_cleanup(service: PassService, request: Request) -> None:
     """The handler of `CleanupAutogradContext`."""
-    message = request.message
-    assert type(message) is CleanupAutogradContext
+    message: CleanupAutogradContext = request.message  # type: ignore[assignment] # this is what it is registered for
     end_context(service, message.context_id, message.told)
-    service.agent.reply(request, CleanupAutogradContextReply())
+    request.reply(CleanupAutogradContextReply())

@@ -43,7 +43,9 @@ def take_present(present: tuple[bool, ...], tensors: list[Tensor]) -> list[Tenso
         return None
     count = sum(present)
     if count > len(tensors):
-        raise AutogradError(f"{len(tensors)} gradients came with a message, but {count} were announced; they were not used")
+        raise AutogradError(
+            f"{len(tensors)} gradients came with a message, but {count} were announced; they were not used"
+        )
     arrived = tensors[:count]
     del tensors[:count]
     if count == len(present):

@@ -9,7 +9,7 @@ On the worker that called `backward` the part is a `RootPass`, which waits for t
 """
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Context, Snapshot
 from telegrad.autograd.functions import Gradients, RecvNode, SendNode
-from telegrad.engine.local.local_pass import LocalPass, Sends
+from telegrad.engine.local.local_pass import LocalPass
 from telegrad.errors import AutogradError, WorkerDied
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.pending import Slot
@@ -46,7 +46,7 @@ ROOT = MessageId(-1)  # the roots of `backward` are heard like a Send
 class Roots(msgspec.Struct, eq=False):
     """The roots of `backward`, and the gradients to start from."""
 
-    edges: tuple[GradientEdge, ...]
+    edges: Sequence[GradientEdge]
     gradients: list[Tensor | None]  # none is None
     at_leaves: bool = False  # not worth asking
 
@@ -133,7 +133,7 @@ class Pass(LocalPass[MessageId]):
         except Exception as error:
             self.fail(error)
 
-    def _start(self, heard: Heard | None, sends: Sends[MessageId], recvs: Mapping[Node, RecvNode]) -> None:
+    def _start(self, heard: Heard | None, sends: dict[MessageId, Any], recvs: dict[Node, RecvNode]) -> None:
         if heard is None:
             self.start(sends, recvs)
         else:
@@ -191,21 +191,20 @@ class Pass(LocalPass[MessageId]):
                 self.fail(error)
 
     def _refuse(self, key: MessageId, gradients: Gradients | None) -> None:
-        if key in self._sends:
-            raise AutogradError(f"message {key} was heard twice in one pass; the second gradients were not used")
-        if gradients is not None:
-            raise AutogradError(f"message {key} was sent after the pass had begun; its gradients were not used")
+        if gradients is not None:  # else it may be a notice that it came too late for this pass, which is known here
+            raise AutogradError(
+                f"message {key} was sent after the pass had begun, or was heard before; its gradients were not used"
+            )
 
     def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        if gradients and not self.over:
+            self.context.accumulate(gradients)
         with self._lock:
             self._running = False
             self._release()
             if self.over:
                 return
-            self.done = True
-        if gradients:
-            self.context.accumulate(gradients)
-        self.finished = True
+            self.done = self.finished = self._ended = True
         self._end()
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
@@ -248,16 +247,21 @@ class Pass(LocalPass[MessageId]):
     def fail(self, error: BaseException) -> None:
         """Give up. The first error counts."""
         with self._lock:
-            if self.finished or self.done:
+            if self.finished:
                 return
-            self.finished = True
-            self.error = error
+            self._give_up(error)
         self._given_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Under the lock."""
+        self.finished = self._ended = True
+        self.error = error
 
     def _given_up(self, error: BaseException) -> None:
         if isinstance(error, WorkerDied):
             self.context.lose(error)
         self.abort()
+        self._for_root = []
         self._end()
 
     def answer_at_end(self, request: Request) -> None:
@@ -269,13 +273,10 @@ class Pass(LocalPass[MessageId]):
         self.service.answer(request, self, ())
 
     def _end(self) -> None:
-        with self._lock:
-            self._ended = True
-            requests, self._to_answer = self._to_answer, ()
-            carried, self._for_root = self._for_root, []
-        if self.error is not None:
-            carried = []
-        elif carried and not requests:  # no answer that they could go with
+        """It is over, and nobody adds to what is to be answered any more: answer the root."""
+        requests, carried = self._to_answer, self._for_root
+        self._to_answer, self._for_root = (), []
+        if carried and not requests:  # no answer that they could go with
             for message_id, gradients in carried:
                 self.service.tell(self, self.root, message_id, gradients)
         for request in requests:

@@ -6,9 +6,7 @@ error that ended the pass there. The first error ends the pass everywhere.
 
 import time
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
@@ -101,11 +99,15 @@ class RootPass(Pass):
         if self._news is not None:
             self._news.set()
 
-    def _hear_with_answer(self, sender: Member, reply: PassDone, tensors: list[Tensor]) -> None:
+    def _hear_with_answer(self, sender: Member, reply: PassDone, tensors: list[Any]) -> None:
         """Gradients that came with an answer, for Sends of this worker."""
         for message_id, present in reply.gradients:
             # Taken out: a leaf keeps a gradient without a copy if nobody else holds it.
-            gradients = take_present(present, tensors)
+            gradients: list[Any] | None = tensors
+            if present and len(present) == len(tensors) and all(present):
+                tensors = []
+            else:
+                gradients = take_present(present, tensors)
             if not self.finished:  # else it was given up
                 self.service.check(self.context, message_id, sender.worker_id, gradients)
                 self.hear_and_run(message_id, gradients)
@@ -130,11 +132,11 @@ class RootPass(Pass):
                     self.service.invite(self, worker)
         except BaseException as error:
             self.fail(error)
-        self._asked.clear()
-        self._invited.clear()
         with self._lock:
             self.complete = self.error is None
         if self.error is not None:
+            self._asked.clear()  # those without an answer know this pass
+            self._invited.clear()
             self._tell_all()
             raise self.error
 
@@ -189,8 +191,7 @@ class RootPass(Pass):
         with self._lock:
             if self.error is not None or self.complete:
                 return
-            self.finished = True
-            self.error = error
+            self._give_up(error)
         self._given_up(error)
         self.service.agent.io_threads.submit(self._tell_all)
 

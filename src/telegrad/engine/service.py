@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
 from telegrad.cuda import order
-from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
 from telegrad.engine.gradients import take_present, to_send
+from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
 from telegrad.engine.passes import Carried, Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
@@ -160,7 +161,8 @@ class PassService(Layer):
         present, tensors = to_send(gradients)
         metadata = AutogradMetadata(pass_.context.context_id, message_id)
         message = PropagateGradients(metadata, pass_.pass_id, pass_.root, pass_.retain_graph, pass_.named(), present)
-        self._request(pass_, worker, message, Packed(b"", tensors))
+        pass_.to_invite.discard(worker)
+        pass_.ask(self._member(worker), message, Packed(b"", tensors))
 
     def tell_too_late(self, pass_: Pass, worker: WorkerId, message_id: MessageId) -> None:
         """Tell the sender of a message that it has no part in a pass that had begun here before it came."""
@@ -204,7 +206,7 @@ class PassService(Layer):
             context = self.registry.join(message.context_id)
             context.touch((request.caller.worker_id,))  # if that one dies, nobody else may know of this worker's part
         except ContextNotFound:
-            self.agent.reply(request, PassDone((), ()))
+            request.reply(PassDone((), ()))
             return
         from_root = request.caller.worker_id == message.root
         answered = (request,) if from_root else ()
@@ -212,7 +214,7 @@ class PassService(Layer):
             context, message.pass_id, message.root, message.retain_graph, message.participants, answered
         )
         if not from_root:
-            self.agent.reply(request, PropagateGradientsReply(), lazy=True)
+            request.reply(PropagateGradientsReply(), lazy=True)
         if is_new:
             pass_.begin()
         elif from_root:
@@ -221,41 +223,50 @@ class PassService(Layer):
     def serve_gradients(self, request: Request) -> None:
         """The handler of `PropagateGradients`."""
         message: PropagateGradients = request.message  # type: ignore[assignment] # this is what it is registered for
-        metadata, root, caller = message.metadata, message.root, request.caller.worker_id
+        metadata, present, root = message.metadata, message.present, message.root
         context, message_id = self.registry.find(metadata.context_id), metadata.message_id
-        tensors = self.agent.received(request)
-        gradients = take_present(message.present, tensors)
-        if tensors:
-            announced = sum(message.present)
-            raise AutogradError(
-                f"{len(tensors) + announced} gradients came for message {message_id} of context "
-                f"{context.context_id}, but {announced} were announced; they were not used"
-            )
+        caller = request.session.member.worker_id
+        gradients: list[Tensor | None] | None = request.take_tensors()  # type: ignore[assignment] # it is ours now
+        if not gradients or len(gradients) != len(present) or not all(present):
+            gradients = self._announced(message, gradients)
         # Before anything is begun: what is wrong concerns its sender, and through it the root, but not this worker.
         self.check(context, message_id, caller, gradients)
         # The root has its answer when the pass ends, so an error must end that rather than be a second answer.
         answered = (request,) if caller == root else ()
-        pass_, is_new = self.join(
-            context, message.pass_id, root, message.retain_graph, message.participants, answered
-        )
-        if is_new:
-            pass_.begin((message_id, gradients))
+        known, pass_id, made = context.latest, message.pass_id, None
+        if known is None or known.pass_id != pass_id:
+            kind = PassOnLane if order.active else Pass
+            made = kind(self, context, pass_id, root, message.retain_graph, message.participants, answered)
+            known = self._enter(context, made)
+        if known is made:
+            made.begin((message_id, gradients))
         else:
-            self._hear_more(pass_, message_id, gradients, request if answered else None)
+            self._hear_more(known, message_id, gradients, answered)
         if not answered:
-            self.agent.reply(request, PropagateGradientsReply(), lazy=True)
+            request.reply(PropagateGradientsReply(), lazy=True)
+
+    def _announced(self, message: PropagateGradients, tensors: Any) -> list[Tensor | None] | None:
+        """Not every tensor has a gradient: those that a message says there are."""
+        count = len(tensors)
+        gradients = take_present(message.present, tensors)
+        if tensors:
+            raise AutogradError(
+                f"{count} gradients came for message {message.metadata.message_id} of context "
+                f"{message.metadata.context_id}, but {sum(message.present)} were announced; they were not used"
+            )
+        return gradients
 
     def _hear_more(
-        self, pass_: Pass, message_id: MessageId, gradients: Gradients | None, of_root: Request | None
+        self, pass_: Pass, message_id: MessageId, gradients: Gradients | None, answered: tuple[Request, ...]
     ) -> None:
         """Gradients came for a pass that was known here."""
-        if of_root is None:
-            pass_.hear_and_run(message_id, gradients)
-            return
-        pass_.answer_at_end(of_root)
+        for request in answered:
+            pass_.answer_at_end(request)
         try:
             pass_.hear_and_run(message_id, gradients)
         except Exception as error:
+            if not answered:
+                raise
             pass_.fail(error)
 
     def check(self, context: Context, message_id: MessageId, sender: WorkerId, gradients: Gradients | None) -> None:
@@ -281,7 +292,7 @@ class PassService(Layer):
         """Tell the root that a pass is over here. What it `carried` goes along: nobody else holds these gradients then,
         so that their memory can go back."""
         if ended.error is not None:
-            self.agent.fail(request, ended.error)
+            request.fail(ended.error)
             return
         tensors: list[Tensor] = []
         marks = []
@@ -291,7 +302,7 @@ class PassService(Layer):
             tensors += sent
         if order.active and getattr(ended, "lane", None) is not order.current_lane():
             order.adopt(tensors)  # the pass had ended before this was asked for, on other streams
-        self.agent.reply(request, PassDone((*ended.context.participants,), (*marks,)), Packed(b"", tensors))
+        request.reply(PassDone((*ended.context.participants,), (*marks,)), Packed(b"", tensors))
 
     def serve_too_late(self, request: Request) -> None:
         """The handler of `TooLateForPass`."""
@@ -304,7 +315,7 @@ class PassService(Layer):
             pass_ = context.latest
             if pass_ is not None and pass_.pass_id == message.pass_id:
                 pass_.hear_and_run(message.metadata.message_id, None)
-        self.agent.reply(request, Ack(), lazy=True)
+        request.reply(Ack(), lazy=True)
 
     def serve_abort(self, request: Request) -> None:
         """The handler of `AbortPass`."""

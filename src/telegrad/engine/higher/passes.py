@@ -51,18 +51,18 @@ class Recorded(Pass):
         if self.service.may_begin(self):
             super().begin(heard, roots)
 
-    def start(self, sends: Sends[MessageId], recvs: Mapping[Node, RecvNode]) -> None:
+    def start(self, sends: Sends[MessageId], recvs: dict[Node, RecvNode]) -> None:
         """Walk the graph. What came in this very pass is no part of it."""
         recvs = {node: recv for node, recv in recvs.items() if recv.message_id not in self.own_messages}
-        self._recv_nodes = recvs.keys()
+        self._recv_nodes = {*recvs}
         super().start(sends, recvs)
 
     def start_heard(
         self,
         key: MessageId,
         gradients: list[Tensor | None] | None,
-        sends: Sends[MessageId],
-        recvs: Mapping[Node, RecvNode],
+        sends: dict[MessageId, Entered],
+        recvs: dict[Node, RecvNode],
     ) -> None:
         """The same, when a first Send has been heard."""
         self.hear(key, gradients)

@@ -169,7 +169,7 @@ class RecordingService(PassService):
             context = self.registry.join(message.context_id)
             context.touch((request.caller.worker_id,))
         except ContextNotFound:
-            self.agent.reply(request, PassDone((), ()))
+            request.reply(PassDone((), ()))
             return
         pass_, is_new = self._join_recorded(context, message, kind)
         self._answer_when_due(request, message.root, pass_)
@@ -181,7 +181,7 @@ class RecordingService(PassService):
         sender, message_id = request.caller.worker_id, message.metadata.message_id
         if kind.recorded != NOT_RECORDED:  # before anything can fail: its Send must hear in a later pass
             context.arrived_in_pass(kind.recorded, sender, message.pass_id)
-        tensors = self.agent.received(request)
+        tensors = request.take_tensors()
         if kind.recorded != NOT_RECORDED:
             tensors = record_recv(context, sender, kind.recorded, tensors)
         if sum(message.present) != len(tensors):
@@ -209,17 +209,17 @@ class RecordingService(PassService):
         if request.caller.worker_id == root:
             pass_.answer_at_end(request)
             return True
-        self.agent.reply(request, PropagateGradientsReply(), lazy=True)
+        request.reply(PropagateGradientsReply(), lazy=True)
         return False
 
     def answer(self, request: Request, ended: Pass, carried: Sequence[Carried]) -> None:
         """Tell the root that a pass is over here, and which inputs have a gradient."""
         if ended.error is not None:
-            self.agent.fail(request, ended.error)
+            request.fail(ended.error)
             return
         assert isinstance(ended, Recorded)
         done = PassDone(tuple(ended.context.participants), ())
-        self.agent.reply(request, PassDoneWithInputs(done, tuple(ended.captured)) if ended.has_inputs else done)
+        request.reply(PassDoneWithInputs(done, tuple(ended.captured)) if ended.has_inputs else done)
 
     # --- the tensors that `grad` asks of ---
 

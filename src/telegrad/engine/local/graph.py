@@ -46,6 +46,7 @@ class Entered(Protocol):
 _ANCHOR = ANCHOR.node
 _NOTHING_BUT_RECVS = (ANCHOR,)
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
+_MANY = 4 * 1024  # elements of a gradient that may be so large
 _get_state = torch._C._get_obj_in_tls
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -123,12 +124,16 @@ class Graph:
         has some of the leaves, run the rest before waiting."""
         leaves = self.leaves
         if at_leaves:
-            self._enter_at_leaves(roots, at_leaves)
+            for edge, _ in at_leaves:
+                if (leaf := getattr(edge[0], "variable", None)) is not None:
+                    leaves[edge[0]] = leaf
+            roots += at_leaves
+            at_leaves.clear()
         if not leaves:
             if roots:
                 self._call(roots, (), True)
             return
-        variables = list(leaves.values())
+        variables = [*leaves.values()]
         claim = try_claim(variables)
         if claim is None:
             straight = [root for root in roots if root[0].node in leaves]
@@ -144,28 +149,21 @@ class Graph:
                 put_back(kept)
             release(claim)
 
-    def _enter_at_leaves(self, roots: list[Root], at_leaves: list[Root]) -> None:
-        for edge, _ in at_leaves:
-            if (leaf := getattr(edge[0], "variable", None)) is not None:
-                self.leaves[edge[0]] = leaf
-        roots += at_leaves
-        at_leaves.clear()
-
     def _run_with_leaves(self, roots: list[Root]) -> None:
         for _, gradient in roots:
-            if gradient is not None and _is_large(gradient):
+            if gradient is not None and gradient.numel() > _MANY:
                 self._hand_over_large(roots)
                 break
         if self._sums:
             sums = self._sums.root()  # kept until the call returns: in inference mode an edge does not keep its node
             roots = [*roots, (get_gradient_edge(sums), torch.empty(0))]
-        if roots:
-            shared = len(self.leaves) > 1 and may_share(self.edges, self.leaves)
-            if shared:
-                with shared_held(shared):
-                    self._call(roots, (), True)
-            else:
+        if not roots:
+            return
+        if len(self.leaves) > 1 and (shared := may_share(self.edges, self.leaves)):
+            with shared_held(shared):
                 self._call(roots, (), True)
+        else:
+            self._call(roots, (), True)
 
     def _hand_over_large(self, roots: list[Root]) -> None:
         """Turn large gradients that enter at a leaf into sums. A leaf copies what it is given unless nobody else holds

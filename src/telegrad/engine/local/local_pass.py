@@ -61,9 +61,7 @@ class LocalPass(Generic[K]):
     _graph: Graph | None = None  # from the start to the end; the runner's
     _plan: "Apart[K, Node] | Plan[K, Node] | None" = None  # only if something may run before all has been heard
     _early: tuple[tuple[K, Gradients | None], ...] = ()  # heard before the start
-    _sends: Sends[K] = _NOTHING  # as all tables here: replaced when the pass starts
-    _unheard: dict[K, Entered] = _NOTHING
-    _recvs: Mapping[Node, RecvNode] = _NOTHING
+    _unheard: dict[K, Entered] = _NOTHING  # as all tables here: replaced when the pass starts
     _untold: dict[Node, RecvNode] = _NOTHING
     _roots: list[Root] = _EMPTY  # heard or collected, not yet entered
     _at_leaves: list[Root] = _EMPTY  # the same of Sends that enter at leaves alone: these wait for all others
@@ -95,52 +93,43 @@ class LocalPass(Generic[K]):
         """Whether every Recv has been told. The engine runs them last of all: they were the first to be made."""
         return not self._untold
 
-    def start(self, sends: Sends[K], recvs: Mapping[Node, RecvNode]) -> None:
-        """Walk the graph, tell the Recvs that nothing reaches, and run what may run."""
-        self._begin(self._make_graph(sends, self._tell, self.retain_graph), [], sends, {**sends}, recvs)
+    def start(self, sends: Sends[K], recvs: dict[Node, RecvNode]) -> None:
+        """Walk the graph, tell the Recvs that nothing reaches, and run what may run. Takes over `recvs`."""
+        self._begin(self._make_graph(sends, self._tell, self.retain_graph), [], {**sends}, recvs)
 
     def start_heard(
-        self, key: K, gradients: list[Tensor | None] | None, sends: Sends[K], recvs: Mapping[Node, RecvNode]
+        self, key: K, gradients: list[Tensor | None] | None, sends: dict[K, Entered], recvs: dict[Node, RecvNode]
     ) -> None:
         """The same, when a first Send has been heard. Usually it is the only one that leads into a graph: all others
-        have tensors that are leaves. Then there is nothing to plan."""
-        unheard = {**sends}
-        first = unheard.pop(key, None)
-        if (
-            first is None
-            or gradients is None
-            or any(map(_is_none, gradients))
-            or not all(map(_enters_at_leaves, unheard.values()))
-        ):
-            self.hear(key, gradients)
-            self.start(sends, recvs)
-            return
-        edges = first.edges
-        roots: list[Root] = [*zip(edges, gradients, strict=True)]
-        gradients.clear()  # as in `_enter`
-        self._begin(Graph(edges, self._tell, self.retain_graph), roots, sends, unheard, recvs)
+        have tensors that are leaves. Then there is nothing to plan. Takes over `sends`, too."""
+        if gradients is not None and not any(map(_is_none, gradients)) and (first := sends.pop(key, None)) is not None:
+            if all(map(_enters_at_leaves, sends.values())):
+                graph = Graph(first.edges, self._tell, self.retain_graph)
+                roots: list[Root] = [*zip(first.edges, gradients, strict=True)]
+                gradients.clear()  # as in `_enter`
+                self._begin(graph, roots, sends, recvs)
+                return
+            sends[key] = first
+        self.hear(key, gradients)
+        self.start(sends, recvs)
 
-    def _begin(
-        self,
-        graph: Graph,
-        roots: list[Root],
-        sends: Sends[K],
-        unheard: dict[K, Entered],
-        recvs: Mapping[Node, RecvNode],
-    ) -> None:
-        self._recvs, self._untold = recvs, {**recvs}
+    def _begin(self, graph: Graph, roots: list[Root], unheard: dict[K, Entered], recvs: dict[Node, RecvNode]) -> None:
+        self._untold = recvs
         if not recvs.keys() <= graph.edges.keys():
             self._tell_none([node for node in recvs if node not in graph.edges])
         with self._lock:
             if self.over:
                 return  # given up meanwhile
-            self._graph, self._sends, self._unheard = graph, sends, unheard
-            self._roots, self._at_leaves = roots, []
-            if self._early:
+            self._graph, self._unheard, self._roots, self._at_leaves = graph, unheard, [], []
+            if not roots or self._early or (unheard and graph.leaves):
+                self._roots = roots
                 for key, gradients in self._early:
                     self._enter(key, gradients)
                 self._early = ()
-            taken = self._take(graph)
+                taken = self._take(graph)
+            else:
+                self._running = self._inner_taken = True
+                taken = (_ALL_BUT_LEAVES if unheard else _LAST), roots
         if taken is not None:
             self._run(graph, taken)
 
@@ -290,7 +279,7 @@ class LocalPass(Generic[K]):
         """Under the lock: let go of the graph and of every gradient on its way."""
         self._graph = self._plan = None
         self._early = ()
-        self._sends = self._unheard = self._recvs = self._untold = _NOTHING
+        self._unheard = self._untold = _NOTHING
         self._roots = self._at_leaves = _EMPTY
 
     def _tell(self, node: Node, gradients: Gradients | None) -> None:
@@ -323,7 +312,7 @@ class LocalPass(Generic[K]):
 
     def _unexpected(self, node: Any) -> AutogradError:
         what = f"gradients reached tensors received from worker {node.peer} (message {node.message_id})"
-        if node in self._recvs:
+        if self._graph is not None and node in self._graph.edges:
             return AutogradError(
                 f"{what} twice in a backward pass; a hook or a custom backward must not run a backward of its own "
                 "through received tensors"
