@@ -6,6 +6,7 @@ It has what the engine asks of an agent, under the same names and with the same 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -107,6 +108,9 @@ class QueuedAgent:
         self.asked.setdefault(member.name, []).append(slot)
         self._post.put("request", self, member, (message, packed.tensors, slot))
         return slot
+
+    def link(self, member: Member) -> Any:
+        return SimpleNamespace(send=partial(self.send, member), notify=partial(self.notify, member))
 
     def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
         self._post.put("request", self, member, (message, [], None))

@@ -26,7 +26,6 @@ from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
 
-
 _profiler_enabled = torch._C._autograd._profiler_enabled
 
 

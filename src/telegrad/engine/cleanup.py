@@ -23,7 +23,7 @@ def end_context(service: PassService, context_id: ContextId, told: tuple[WorkerI
     for worker in newcomers:
         member = agent.directory.by_id(worker)
         if member is not None and not agent.is_dead(member):
-            agent.notify(member, message, lazy=True)
+            agent.link(member).notify(message, True)
 
 
 def serve_cleanup(service: PassService, request: Request) -> None:

@@ -63,8 +63,8 @@ class RootPass(Pass):
         """Send a request that is answered when `member` is done."""
         self._open.append(None)
         try:
-            slot = self.service.agent.send(
-                member, message, packed, timeout=0.0, what=self.what, complete=self._take_answer, attended=True
+            slot = self.service.agent.link(member).send(
+                message, packed, timeout=0.0, what=self.what, complete=self._take_answer, attended=True
             )
         except BaseException:
             self._open.pop()
