@@ -25,7 +25,10 @@ from telegrad.transport.handshake import Hello
 log = logging.getLogger("telegrad.rpc")
 
 MOST_SESSIONS = 4096  # links of all callers together
+MOST_OF_ONE = 64  # of one caller that is not trusted
 _MOST_DEAD = 65536  # ends that are remembered
+_FRESH_SECONDS = 0.05  # a worker needs longer than that to be started again
+_LONGEST_ENDING = 400  # characters of what a worker says of its end
 
 
 def _key(hello: Hello) -> tuple[int, int, int]:
@@ -67,6 +70,7 @@ class Peers:
         self._me = me
         self._directory = directory
         self.member_log: MemberRecords | None = None  # where other workers say that they come and go
+        self._looked = 0.0  # when, the last time
         self._liveness: dict[int, Liveness] = {}  # by incarnation
         self._lock = threading.Lock()
         self._links: dict[WorkerId, Link] = {}
@@ -87,7 +91,8 @@ class Peers:
             if link is not None and link.member is member and link.current is not None:
                 return member
         if (member is None or self._linked(member) is None) and not self._runtime.closing:
-            self.look_for_news()  # it may be new, or have been started again
+            if member is None or not self._has_fresh_news_of(member):
+                self.look_for_news()  # it may be new, or have been started again
             member = self._known(to)
         if member is None:  # one that left is known to be dead: whatever is asked of it says so
             member = self._directory.who_left(to.name if isinstance(to, WorkerInfo) else to)
@@ -107,10 +112,16 @@ class Peers:
             f"Cannot get WorkerInfo from name {to!r}: a worker is named by its name, its rank or its WorkerInfo"
         )
 
+    def _has_fresh_news_of(self, member: Member) -> bool:
+        """Whether a worker that is called for the first time need not be looked up: one that calls all others looks
+        once, and not once for each."""
+        return member.worker_id not in self._links and time.monotonic() - self._looked < _FRESH_SECONDS
+
     def look_for_news(self) -> None:
         """Read what others published since the last time."""
         if self.member_log is None:
             return
+        self._looked = time.monotonic()
         try:
             self.member_log.news(self.take_news)
         except RuntimeError as error:
@@ -128,7 +139,7 @@ class Peers:
             if gone.incarnation == self._me.incarnation:
                 continue
             if self._directory.has_left(gone):
-                self._leaves(gone, self._directory.has_exited(gone))
+                self._leaves(gone, self._directory.ending_of(gone))
             else:
                 self._replaced(gone)
 
@@ -204,6 +215,14 @@ class Peers:
         """The session of the link that a caller dials for, if it has dialled before."""
         return self._sessions.get(_key(hello))
 
+    def is_of_another(self, hello: Hello) -> bool:
+        """Whether a caller says that it is the incarnation of another worker, whose end it could then tell."""
+        worker_id, incarnation = hello.worker_id, hello.incarnation
+        members = [m.worker_id for m in self._directory.members() if m.incarnation == incarnation]
+        with self._lock:
+            callers = [key[0] for key in self._sessions if key[1] == incarnation]
+        return any(other != worker_id for other in members + callers)
+
     def serve(self, hello: Hello, connection: Connection, main_by_value: bool) -> None:
         """Serve what a caller that was let in asks over a connection, its first or the next."""
         with self._lock:
@@ -226,28 +245,28 @@ class Peers:
         options = self._runtime.options
         return self._liveness.setdefault(member.incarnation, Liveness(options.heartbeat, self._runtime.patience))
 
-    def said_goodbye(self, member: Member, exited: bool) -> None:
-        """A worker left on purpose, or its program has ended without a shutdown."""
+    def said_goodbye(self, member: Member, ending: str) -> None:
+        """A worker left on purpose, or its program has ended without a shutdown, in its own words."""
         if self.liveness_of(member).said_goodbye(time.monotonic()) is Action.LET_GO:
-            how = "exited normally without calling rpc.shutdown()" if exited else "has shut down"
-            self.lost(member, f"worker {member.name!r} {how}", departed=not exited)
+            how = "".join(c if c.isprintable() else " " for c in ending[:_LONGEST_ENDING]) or "has shut down"
+            self.lost(member, f"worker {member.name!r} {how}", departed=not ending)
 
-    def caller_said_goodbye(self, member: Member, exited: bool) -> None:
+    def caller_said_goodbye(self, member: Member, ending: str) -> None:
         """The same of a worker that calls this one."""
-        self._leaves(member, exited)
+        self._leaves(member, ending)
 
     def unanswered(self, member: Member, why: str) -> None:
         """Nobody listens any more where a worker did. If it has said that it leaves, that is what ended it."""
         self.look_for_news()
         self.lost(member, why)
 
-    def _leaves(self, member: Member, exited: bool) -> None:
+    def _leaves(self, member: Member, ending: str) -> None:
         """Somebody says that a worker leaves. What it answered before comes over the link, and then its end."""
         link = self._linked(member)
         if link is not None:
             link.expect()
         else:
-            self.said_goodbye(member, exited)
+            self.said_goodbye(member, ending)
 
     def lost(self, member: Member, why: str, departed: bool = False) -> None:
         """A worker is gone: everything that waits on it ends now."""
