@@ -15,6 +15,7 @@ from telegrad.cuda import host, order
 from telegrad.errors import SerializationError
 from telegrad.transport.blocks.heap import Heap
 from telegrad.transport.device.channel import DeviceChannel
+from telegrad.transport.device.in_place import InPlace
 from telegrad.transport.stream import Stream
 from telegrad.transport.tensor_memory import BLOCK_NOTICES, TensorMemory
 from telegrad.wire.frames import NOTICE, Frame, FrameKind, FrameReader, encode_prefix, encode_small
@@ -72,10 +73,14 @@ class Connection:
         *,
         deadline: float | None = None,
         hold: bool = False,
+        in_place: list[InPlace] | None = None,
     ) -> bytes | None:
         """Send one message. With `hold` a small one may wait for the next send or `flush`, to share its write.
 
-        `memory` is that of the tensors: segments, or the bytes of small ones. Returns the encoded frame if it is small
+        `memory` is that of the tensors: segments, or the bytes of small ones. With a list `in_place` the peer may read
+        CUDA tensors where they lie until it has answered, and what is to be ended then is appended.
+
+        Returns the encoded frame if it is small
         and can be sent again as it is, to this peer, over any connection.
         """
         if type(memory) is bytes:
@@ -89,7 +94,7 @@ class Connection:
             buffers: list[Any] = [frame]
             self_contained = True
         else:
-            table, inline, length, in_blocks = self.memory.place(tensors, memory)  # type: ignore[arg-type] # not bytes
+            table, inline, length, in_blocks = self.memory.place(tensors, memory, in_place)  # type: ignore[arg-type] # not bytes
             prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length)
             buffers = [prefix, payload, *inline]
             self_contained = not in_blocks

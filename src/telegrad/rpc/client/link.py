@@ -191,10 +191,11 @@ class Link:
             if future is not None:
                 slot.future = future
                 future.awaited = slot
-        if on_reply is not None:
-            slot.on_reply = on_reply
+        slot.on_reply = on_reply
         if definition:
             slot.definition = definition
+        if order.active:
+            slot.in_place = order.asking(waits=complete is None)
         if trace.recorder is not None or self._audit is not None:
             self._record(slot, message, payload, specs, memory)
         connection = self.current or self._connection_for(slot)
@@ -207,7 +208,10 @@ class Link:
         hold = unattended and len(self.pending) > BURST_CALLS
         deadline = slot.deadline if timeout else None
         try:
-            connection.send(REQUEST, number, ack, message, payload, specs, memory, deadline=deadline, hold=hold)
+            stay = slot.in_place
+            connection.send(
+                REQUEST, number, ack, message, payload, specs, memory, deadline=deadline, hold=hold, in_place=stay
+            )
         except TimeoutError:
             self.pending.give_up(number)
             raise self.timeout_error(slot, NOT_TAKEN) from None

@@ -37,6 +37,7 @@ class Slot:
     # has only the number that stands for it.
     resend: tuple[Any, ...] = ()
     definition = b""
+    in_place: Any = None  # CUDA tensors that the worker may read here until it has answered
     seen: Any = None  # what is recorded of it, while recording is on
 
     def __init__(self, subject: str | Callable[[], str], timeout: float, deadline: float) -> None:
@@ -56,6 +57,12 @@ class Slot:
         """What to send if nothing sent before can be relied on."""
         message, *rest = self.resend
         return (with_definition(message, self.definition) if self.definition else message, *rest)
+
+    def end_in_place(self) -> None:
+        """The call is over: its tensors may change from now on."""
+        tensors, self.in_place = self.in_place, None
+        for one in tensors:
+            one.end()
 
     def take_error(self) -> BaseException:
         """The error, to raise. The slot lets go of it: the frames it collects on its way up hold the slot."""
