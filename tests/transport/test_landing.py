@@ -212,6 +212,19 @@ def test_memory_that_the_peer_may_write_to_outlives_the_connection(ends: Ends, c
     assert not leftovers._unclosed
 
 
+def test_grants_that_were_never_heard_of_are_let_go_of(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends.here.landing.prepare(0, [FORM])
+    assert ends.here.news(), "and the connection ends before it is read"
+    before = blocks.budget.taken(0)
+    ends.here.landing.close(lambda: ends.gone)
+    ends.there.offers.close()
+    leftovers.collect()
+    assert blocks.budget.taken(0) == before
+    monkeypatch.setattr("telegrad.transport.device.landing._UNHEARD_SECONDS", 0.0)
+    leftovers.collect()
+    assert blocks.budget.taken(0) == before - 100
+
+
 def test_a_tensor_whose_sender_is_gone_is_spoiled(ends: Ends, cuda: Noted) -> None:
     grant(ends)
     (place,) = ends.there.lend(*sent(cuda))

@@ -1,4 +1,4 @@
-"""A connection sends and receives whole messages over one stream.
+"""A connection sends and receives whole messages over one stream, and large tensors over several where it has them.
 
 Small messages are one piece and may wait to share a write. Where the memory of tensors goes is decided in
 `tensor_memory.py`, whose notices travel between the messages; nobody above sees them.
@@ -12,14 +12,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from telegrad.cuda import host, order
-from telegrad.errors import SerializationError
+from telegrad.errors import AuthenticationError, ProtocolError, SerializationError
+from telegrad.transport.addresses import Address
 from telegrad.transport.blocks.heap import Heap
 from telegrad.transport.device.channel import DeviceChannel
 from telegrad.transport.device.in_place import InPlace
-from telegrad.transport.stream import Stream
+from telegrad.transport.stream import SocketStream, Stream
+from telegrad.transport.stripes.gathering import Gathering
+from telegrad.transport.stripes.stripes import Stripes
+from telegrad.transport.stripes.threads import PartThreads
 from telegrad.transport.tensor_memory import BLOCK_NOTICES, TensorMemory
-from telegrad.wire.frames import NOTICE, Frame, FrameKind, FrameReader, encode_prefix, encode_small
+from telegrad.wire.block_notices import StripesReady
+from telegrad.wire.frames import NOTICE, STRIPED, Frame, FrameKind, FrameReader, encode_prefix, encode_small
 from telegrad.wire.messages import AnyMessage
+from telegrad.wire.parts import STRIPE_FROM
 from telegrad.wire.tensor.segments import Segment
 from telegrad.wire.tensor.specs import TensorSpec
 
@@ -27,6 +33,8 @@ log = logging.getLogger("telegrad.transport")
 
 _JOIN_UP_TO = 64 * 1024
 _HOLD_UP_TO = 64  # small frames that may wait for one write
+
+_OWN_NOTICES = BLOCK_NOTICES | {StripesReady}
 
 heap = Heap()
 
@@ -43,6 +51,12 @@ class Connection:
         self.on_blocked = on_blocked
         self.peer = "the peer"  # its name, for errors
         self.peer_takes = max_frame  # bytes in one message that it does not refuse
+        self.number = 0  # what its side streams name it by
+        self.address: Address | None = None  # where it was dialled
+        self.on_large: Callable[[], None] | None = None  # called once, when a message could use several streams
+        self.stripes: Stripes | None = None  # the streams beside this one, once both ends have them all
+        self.gathering: Gathering | None = None  # those of them that have come, where this end accepts them
+        self._striped = False  # whether what is sent may use them
         self._reader = FrameReader(heap.allocate, max_frame)
         self._write_lock = threading.Lock()
         self.memory = TensorMemory(stream, self._tell)
@@ -80,8 +94,7 @@ class Connection:
         `memory` is that of the tensors: segments, or the bytes of small ones. With a list `in_place` the peer may read
         CUDA tensors where they lie until it has answered, and what is to be ended then is appended.
 
-        Returns the encoded frame if it is small
-        and can be sent again as it is, to this peer, over any connection.
+        Returns the encoded frame if it is small and can be sent again as it is, to this peer, over any connection.
         """
         if type(memory) is bytes:
             frame = encode_small(kind, request_id, ack, message, payload, tensors, memory)
@@ -94,7 +107,13 @@ class Connection:
             buffers: list[Any] = [frame]
             self_contained = True
         else:
-            table, inline, length, in_blocks = self.memory.place(tensors, memory, in_place)  # type: ignore[arg-type] # not bytes
+            placed = self.memory.place(tensors, memory, in_place)  # type: ignore[arg-type] # not bytes
+            table, inline, length, in_blocks = placed
+            if length >= STRIPE_FROM and self._uses_stripes():
+                prefix = encode_prefix(kind + STRIPED, request_id, ack, message, tensors, table, len(payload), length)
+                self._check_size([prefix, payload, *inline])
+                self._write_striped([prefix, payload], inline, length, deadline)
+                return None
             prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length)
             buffers = [prefix, payload, *inline]
             self_contained = not in_blocks
@@ -185,6 +204,23 @@ class Connection:
                 self.stream.close()
             raise
 
+    def _uses_stripes(self) -> bool:
+        """A large message is to be sent: whether over several streams. If there are none, somebody may see to it."""
+        if not self._striped:
+            self._could_use_stripes()
+        return self._striped
+
+    def _write_striped(self, lead: list[Any], data: list[Any], length: int, deadline: float | None) -> None:
+        """Write a message whose `data` goes over several streams. Nobody else writes to any of them meanwhile."""
+        assert self.stripes is not None
+        if not self._write_lock.acquire(False):
+            self._wait_to_write(deadline)
+        try:
+            self._write_with_held(lead, deadline)
+            self.stripes.send(data, length, deadline, self.on_blocked)
+        finally:
+            self._write_lock.release()
+
     def _wait_to_write(self, deadline: float | None) -> None:
         if deadline is None:
             self._write_lock.acquire()
@@ -207,12 +243,14 @@ class Connection:
         """The frames that can be read without waiting; None at the end of the stream."""
         count = self.stream.receive_into(self._reader.target())
         if count <= 0:
-            return [] if count < 0 else None
+            if not self._reader.waiting:
+                return [] if count < 0 else None
+            count = 0  # a message has come but for its parts on other streams
         frames = self._reader.received(count)
-        while self.stream.pending:  # else nobody would be told that there is more
+        while self.stream.pending and not self._reader.waiting:  # else nobody would be told that there is more
             frames += self._reader.received(max(0, self.stream.receive_into(self._reader.target())))
         for frame in frames:
-            if frame.segments or (frame.kind == NOTICE and type(frame.message) in BLOCK_NOTICES):
+            if frame.segments or (frame.kind == NOTICE and type(frame.message) in _OWN_NOTICES):
                 return self._for_others(frames)
         return frames
 
@@ -223,6 +261,9 @@ class Connection:
             if frame.kind == NOTICE and type(frame.message) in BLOCK_NOTICES:
                 self.memory.heard(frame.message)
                 continue
+            if type(frame.message) is StripesReady and frame.kind == NOTICE:
+                self._heard_of_stripes(frame.message)
+                continue
             if frame.segments:
                 self.memory.find(frame)
             kept.append(frame)
@@ -232,8 +273,67 @@ class Connection:
                 frame.arrived = arrived
         return kept
 
+    # --- several streams ---
+
+    def could_widen(self, act: Callable[[], None]) -> None:
+        """Have `act` called once, when a message comes or goes that could use several streams."""
+        self.on_large = act
+        self._reader.on_large = self._could_use_stripes
+
+    def _could_use_stripes(self) -> None:
+        act, self.on_large = self.on_large, None
+        self._reader.on_large = None
+        if act is not None:
+            act()
+
+    def attach(self, sides: Sequence[SocketStream], threads: PartThreads) -> Stripes:
+        """The streams beside this one: the peer may use them from now on. They end with the connection."""
+        assert isinstance(self.stream, SocketStream)
+        stripes = Stripes(self.stream, sides, threads)
+        self.stripes = stripes
+        self._reader.arriving = stripes.arriving
+        if self.closed:  # by another thread, which may not have seen them
+            stripes.close()
+        return stripes
+
+    def gather(self, sides: int) -> Gathering:
+        """Where the streams beside this one are put until all have come."""
+        with self._write_lock:
+            if self.gathering is None:
+                self.gathering = Gathering(sides)
+            if self.closed or self.gathering.sides != sides:
+                raise AuthenticationError("the connection has ended, or was to have others beside it")
+            return self.gathering
+
+    def use_stripes(self, deadline: float) -> None:
+        """Send large messages over all streams from now on, and let the peer do so."""
+        assert self.stripes is not None
+        self._tell(StripesReady(self.stripes.count))
+        self.flush(deadline)
+        self._striped = True
+
+    def _heard_of_stripes(self, message: StripesReady) -> None:
+        if self.stripes is None or message.connections != self.stripes.count:
+            raise ProtocolError(f"the peer speaks of {message.connections} connections beside each other; it has fewer")
+        self._striped = True
+
+    @property
+    def last_progress(self) -> float:
+        """When the peer last took in more of what is written to it, or sent a piece of what it divided."""
+        stripes = self.stripes
+        return self.stream.last_written if stripes is None else max(self.stream.last_written, stripes.last_progress)
+
+    def peer_host_answers(self, seconds: float) -> bool:
+        """Whether the peer's kernel confirmed something within `seconds`, whatever its process does."""
+        answers = self.stream.peer_host_answers(seconds)
+        return answers or (self.stripes is not None and self.stripes.peer_host_answers(seconds))
+
     def close(self) -> None:
         """End the connection; tensors that alias its blocks stay valid."""
         self.closed = True
+        if self.gathering is not None:
+            self.gathering.close()
+        if self.stripes is not None:
+            self.stripes.close()
         self.stream.close()
         self.memory.close()

@@ -1,4 +1,4 @@
-"""What the two ends of a connection tell each other about the blocks of memory that tensors travel in.
+"""What the two ends of a connection tell each other about how tensors travel: the blocks of memory, and the streams.
 
 Nobody above the connection sees these records. They are messages like the others (`messages.py`).
 """
@@ -54,7 +54,7 @@ class RetireDeviceBlocks(BlockNotice, frozen=True, tag=83):
     blocks: tuple[int, ...]
 
 
-class AnnounceDeviceRegion(BlockNotice, frozen=True, tag=84):
+class AnnounceDeviceRegion(BlockNotice, frozen=True, tag=85):
     """Memory of my allocator that messages and grants will name; open it."""
 
     number: int
@@ -62,14 +62,14 @@ class AnnounceDeviceRegion(BlockNotice, frozen=True, tag=84):
     memory: bytes  # what it is opened with
 
 
-class DeviceRegionRefused(BlockNotice, frozen=True, tag=85):
+class DeviceRegionRefused(BlockNotice, frozen=True, tag=86):
     """I cannot open that memory, and why."""
 
     number: int
     reason: str
 
 
-class RetireDeviceRegions(BlockNotice, frozen=True, tag=86):
+class RetireDeviceRegions(BlockNotice, frozen=True, tag=87):
     """Neither messages nor grants will name these again; close them."""
 
     numbers: tuple[int, ...]
@@ -86,17 +86,23 @@ class GrantedPlace(BlockNotice, frozen=True):
     device: str  # what I call it
 
 
-class GrantDeviceMemory(BlockNotice, frozen=True, tag=87):
+class GrantDeviceMemory(BlockNotice, frozen=True, tag=88):
     """Write to these, in place of a block of yours, what you send me of these sizes."""
 
     page: int  # the block of shared memory that has their flags
     places: tuple[GrantedPlace, ...]
 
 
-class ReclaimDeviceMemory(BlockNotice, frozen=True, tag=88):
+class ReclaimDeviceMemory(BlockNotice, frozen=True, tag=89):
     """Give these back, unless you have used them."""
 
     places: tuple[int, ...]
+
+
+class StripesReady(BlockNotice, frozen=True, tag=84):
+    """All connections that large messages may be divided among are there: so many."""
+
+    connections: int
 
 
 AnyBlockNotice = (
@@ -111,4 +117,5 @@ AnyBlockNotice = (
     | RetireDeviceRegions
     | GrantDeviceMemory
     | ReclaimDeviceMemory
+    | StripesReady
 )

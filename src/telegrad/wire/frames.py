@@ -11,13 +11,14 @@ memory is taken for it.
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from torch import Tensor
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.messages import AnyMessage
+from telegrad.wire.parts import STRIPE_FROM
 from telegrad.wire.tensor.small import rebuild_small
 from telegrad.wire.tensor.tensors import TensorSpec, rebuild
 
@@ -49,6 +50,10 @@ REQUEST, REPLY, FAILURE, NOTICE = map(int, FrameKind)  # as they are in frames
 # How the header of a frame of each kind begins, and the rest of it: what is read of every frame.
 _KINDS = {MAGIC + bytes([VERSION, kind]): int(kind) for kind in FrameKind}
 _unpack_fields = struct.Struct("<4sIQQQQ").unpack_from
+
+# What is added to the kind of a frame whose inline segments come over several streams (`parts.py`).
+STRIPED = 16
+_STRIPED_KINDS = {MAGIC + bytes([VERSION, kind + STRIPED]): MAGIC + bytes([VERSION, kind]) for kind in FrameKind}
 
 
 class SegmentSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -147,11 +152,21 @@ def align(offset: int, alignment: int = ALIGNMENT) -> int:
     return -(-offset // alignment) * alignment
 
 
+class Arrival(Protocol):
+    """The segments of a frame that come over several streams."""
+
+    here: int  # bytes of them on the stream of the frame itself
+
+    def is_complete(self) -> bool:
+        """Asked when those are there: whether the others are. If not, nothing is to be read until they are."""
+
+
 class FrameReader:
     """Turns a stream of bytes into frames.
 
     Small frames are cut from one buffer that is read into again and again. A frame that does not fit gets memory of its
-    own from `allocate`, and its remaining bytes are read straight into that.
+    own from `allocate`, and its remaining bytes are read straight into that. If its segments come over several streams,
+    `arriving` is given their memory, and the frame is complete when the parts that come elsewhere are.
     """
 
     def __init__(self, allocate: Callable[[int], Any] = bytearray, max_frame: int = MAX_FRAME) -> None:
@@ -165,6 +180,14 @@ class FrameReader:
         self._large: tuple[tuple[Any, ...], Any, int] | None = None
         self._large_view: memoryview = self._view[:0]
         self._large_filled = 0
+        self.arriving: Callable[[memoryview], Arrival] | None = None  # where there are several streams
+        self.on_large: Callable[[], None] | None = None  # called when a frame begins that could use several
+        self._arrival: Arrival | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a frame lacks nothing but what comes over other streams: then there is no target."""
+        return self._arrival is not None and self._large_filled == len(self._large_view)
 
     @property
     def idle(self) -> bool:
@@ -197,7 +220,10 @@ class FrameReader:
             end = middle + payload_bytes
             after = end + data_bytes
             if kind not in _KINDS or head_bytes > MAX_HEAD or after - begin > self._max_frame:
-                raise self._refusal(start)
+                if not self._is_striped(fields):
+                    raise self._refusal(start)
+                self._begin_large((_STRIPED_KINDS[kind], *fields[1:]), begin, after - begin, self.arriving)
+                return frames
             if after > limit:
                 if after - start > READ_SIZE // 2:
                     self._begin_large(fields, begin, after - begin)
@@ -220,6 +246,10 @@ class FrameReader:
         self._large_filled += count
         if self._large_filled < len(self._large_view):
             return []
+        if self._arrival is not None:
+            if not self._arrival.is_complete():
+                return []
+            self._arrival = None
         fields, memory, start = self._large
         self._large = None
         self._large_view = self._view[:0]
@@ -232,8 +262,10 @@ class FrameReader:
             text = f"a frame starts with {magic!r}, not {MAGIC!r}: the peer does not speak this protocol"
         elif version != VERSION:
             text = f"the peer speaks version {version} of the protocol, this worker version {VERSION}"
-        elif kind not in map(int, FrameKind):
+        elif kind not in map(int, FrameKind) and kind - STRIPED not in map(int, FrameKind):
             text = f"unknown frame kind {kind}"
+        elif kind not in map(int, FrameKind):
+            text = f"a frame of {data} bytes of tensors comes over several connections that this one does not have"
         else:
             text = (
                 f"a frame of {head} + {payload} + {data} bytes is over the limit ({MAX_HEAD} for its head, "
@@ -241,12 +273,29 @@ class FrameReader:
             )
         return ProtocolError(text)
 
-    def _begin_large(self, fields: tuple[Any, ...], begin: int, total: int) -> None:
+    def _is_striped(self, fields: tuple[Any, ...]) -> bool:
+        """Whether a header that is none of the usual is right for a frame that comes over several streams."""
+        kind, head, payload, data, _, _ = fields
+        fits = head <= MAX_HEAD and head + payload + data <= self._max_frame
+        return kind in _STRIPED_KINDS and data >= STRIPE_FROM and fits and self.arriving is not None
+
+    def _begin_large(
+        self,
+        fields: tuple[Any, ...],
+        begin: int,
+        total: int,
+        arriving: Callable[[memoryview], Arrival] | None = None,
+    ) -> None:
         lead = fields[1] + fields[2]
         start = align(lead) - lead  # so that the inline segments are aligned in memory
         memory = self._allocate(start + total)
         view = memoryview(memory).cast("B")[start : start + total]
         have = self._end - begin
+        if arriving is not None:
+            self._arrival = arriving(view[lead:])
+            view = view[: lead + self._arrival.here]
+        elif total >= STRIPE_FROM and self.on_large is not None:
+            self.on_large()
         view[:have] = self._view[begin : self._end]
         self._large, self._large_view, self._large_filled = (fields, memory, start), view, have
         self._start = self._end = 0

@@ -21,7 +21,7 @@ from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.outcomes import OWN_END, LinkEvents, Unanswered, died_meanwhile, does_not_answer
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
-from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, timeout_error
+from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, LateCalls, timeout_error
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.threads.yield_turn import blocking
@@ -63,7 +63,8 @@ class Link:
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
         self.poll = self.replies.poll
         self.expect = self.replies.arm  # have the I/O threads read what comes
-        self.exhausted = (0.0, 0)  # when the worker last said that all its threads are taken, and how many
+        self.exhausted = (0.0, 0, 0)  # when the worker last said that what is asked waits, and why (`Exhausted`)
+        self._late = LateCalls(self, self.replies.settle)
         self._notice_ids = itertools.count(1)
         self._notices: deque[tuple[int, AnyMessage]] = deque(maxlen=KEPT_NOTICES)
         self._dial_lock = threading.Lock()
@@ -300,9 +301,9 @@ class Link:
 
     # --- failures ---
 
-    def said_goodbye(self, exited: bool) -> None:
-        """The worker leaves on purpose."""
-        self._events.said_goodbye(self.member, exited)
+    def said_goodbye(self, ending: str) -> None:
+        """The worker leaves on purpose, or its program ended."""
+        self._events.said_goodbye(self.member, ending)
 
     def timeout_error(self, slot: Slot, where: str = "", *, ask: bool = False) -> RpcTimeout:
         """What a caller gets whose deadline passed. `ask` if the thread may wait a moment for what the worker says."""
@@ -332,22 +333,20 @@ class Link:
     def expire(self) -> None:
         """The timer: a deadline of a future may have passed."""
         late, again = self.pending.expired(time.monotonic())
-        for slot in late:
-            self.timed_out(slot)
-            slot.error = self.timeout_error(slot)
-        self.replies.settle(late)
+        if late:
+            self._late.add(late)
         if again != FOREVER:
             self.runtime.timer.at(again, self.expire)
 
     def last_sign(self) -> float:
         """When the worker was last heard, or took in more of what is being written to it."""
         connection = self.current
-        return max(self.replies.last_heard, 0.0 if connection is None else connection.stream.last_written)
+        return max(self.replies.last_heard, 0.0 if connection is None else connection.last_progress)
 
     def host_answers(self, seconds: float) -> bool:
         """Whether the worker's kernel confirmed a ping within `seconds`, though the worker itself says nothing."""
         connection = self.current
-        return connection is not None and connection.stream.peer_host_answers(seconds)
+        return connection is not None and connection.peer_host_answers(seconds)
 
     def tidy(self, before: float) -> None:
         """Return memory that has been idle since `before`; the worker's own word on that is read by the I/O threads."""

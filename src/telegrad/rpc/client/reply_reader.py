@@ -51,7 +51,7 @@ class ReadLink(Protocol):
     pending: Pending
     current: Connection | None
     settled: threading.Event
-    exhausted: tuple[float, int]
+    exhausted: tuple[float, int, int]
 
     def lost(self, connection: Connection) -> None:
         """The connection ended."""
@@ -59,7 +59,7 @@ class ReadLink(Protocol):
     def break_off(self, connection: Connection, error: TelegradError) -> None:
         """The worker sends nonsense."""
 
-    def said_goodbye(self, exited: bool) -> None:
+    def said_goodbye(self, ending: str) -> None:
         """The worker leaves on purpose."""
 
     def timeout_error(self, slot: Slot, *, ask: bool = False) -> RpcTimeout:
@@ -313,9 +313,9 @@ class ReplyReader:
 
     def _hear(self, message: AnyMessage) -> None:
         if type(message) is Goodbye:
-            self._link.said_goodbye(message.exited)
+            self._link.said_goodbye(message.ending)
         elif type(message) is Exhausted:
-            self._link.exhausted = (time.monotonic(), message.threads)
+            self._link.exhausted = (time.monotonic(), message.threads, message.running)
 
     def flush(self, connection: Connection) -> None:
         """Send what waited to be sent together."""

@@ -21,6 +21,8 @@ COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of this process's control group, where it has one of its own
 
+_CORES_FOR_TLS = 4  # a worker, from which a second connection pays
+
 _taken: tuple[int, int] | None = None  # torch's threads before this process took its share, and the share
 _leaves_a_pool = False  # see `_after_fork`
 
@@ -38,6 +40,17 @@ def usable_cores() -> int:
 def fair_share(workers: int) -> int:
     """Threads for the arithmetic of each of so many workers on this host."""
     return max(1, usable_cores() // max(1, workers))
+
+
+def connections_for(workers: int, encrypted: bool) -> int:
+    """TCP connections for one large message where so many workers share this host.
+
+    Two pay even where each worker has one core; more than eight gain nothing. With TLS the threads spend most of their
+    time in short calls that need the GIL, and more than two are in each other's way."""
+    share = fair_share(workers)
+    if encrypted:
+        return 2 if share >= _CORES_FOR_TLS else 1
+    return min(8, max(2, share))
 
 
 def variables_for(workers: int, environment: Mapping[str, str], threads: int | None = None) -> dict[str, str]:

@@ -15,7 +15,8 @@ _STEP = 0.001
 def join(thread: threading.Thread, seconds: float) -> bool:
     """Wait for the end of a thread; whether it has come."""
     until = time.monotonic() + seconds
-    thread.join(seconds)
+    if thread.is_alive():  # one that is about to start is nobody's concern yet
+        thread.join(seconds)
     while exists(thread):
         if time.monotonic() >= until:
             return False
@@ -25,4 +26,4 @@ def join(thread: threading.Thread, seconds: float) -> bool:
 
 def exists(thread: threading.Thread) -> bool:
     """Whether the system still has this thread."""
-    return thread.is_alive() or os.path.exists(f"/proc/self/task/{thread.native_id}")
+    return thread.is_alive() or (thread.native_id is not None and os.path.exists(f"/proc/self/task/{thread.native_id}"))

@@ -78,6 +78,13 @@ class IoThreads:
         except (FileNotFoundError, ValueError, OSError):
             pass
 
+    def nudge(self, fd: int) -> None:
+        """Call the handler of `fd` soon, as if it were readable. A handler looks for itself, so one too many does no
+        harm."""
+        handler = self._handlers.get(fd)
+        if handler is not None:
+            self.submit(handler)
+
     # --- tasks ---
 
     def submit(self, task: Callable[[], None]) -> None:

@@ -52,6 +52,10 @@ class Grant:
         self.since = time.monotonic()
         self.asked = False  # whether the peer was told to give it back
 
+    def was_heard(self) -> bool:
+        """Whether the peer knows of it."""
+        return self.place.flag.read.has_reached(self.use)
+
     def went_back(self) -> bool:
         """Whether the peer has said that it will not use it."""
         return self.place.flag.let_go.has_reached(self.use)

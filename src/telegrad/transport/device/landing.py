@@ -38,6 +38,7 @@ MOST_TENSORS = 8  # in a message that grants are made for
 _MOST_GRANTS = 4  # of one size, unless one message has more tensors of it
 _LARGE = 16 * 2**20  # of which one is granted at a time
 _GRACE_SECONDS = 0.5  # for what a process that has ended had begun on the GPU
+_UNHEARD_SECONDS = 5.0  # after which a peer that has not heard of a grant will not, the connection being gone
 
 
 class Landing:
@@ -247,6 +248,7 @@ class _Ending:
         self._told = told
         self._late = late
         self._peer_is_gone = peer_is_gone
+        self._since = time.monotonic()
         self._gone_since: float | None = None
 
     def is_over(self, ended: Callable[[Grant], None]) -> bool:
@@ -255,9 +257,10 @@ class _Ending:
         if self._gone_since is None and self._peer_is_gone():
             self._gone_since = now
         gone = self._gone_since is not None and now - self._gone_since > _GRACE_SECONDS
+        unheard = now - self._since > _UNHEARD_SECONDS
         still = []
         for grant in self._told:
-            if gone or grant.went_back():
+            if gone or grant.went_back() or (unheard and not grant.was_heard()):
                 ended(grant)
             else:
                 still.append(grant)

@@ -36,6 +36,7 @@ class Offer:
         self.flag = flag
         self.key = place.device, place.nbytes
         self.opened = opened.use()
+        flag.read.set(place.use)  # heard of: from now on the peer waits for it to be written or to go back
         self.address = opened.address + place.offset
         self.device = opened.device  # as this process counts them
 
