@@ -165,6 +165,20 @@ def test_memory_in_use_on_its_stream_is_granted_later(ends: Ends, cuda: Noted, m
     assert len(ends.there.offers) == 1
 
 
+def test_memory_is_prepared_when_the_thread_has_sent_something(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    landing = ends.here.landing
+    landing.expect(0, [FORM])
+    assert not landing.has_news
+    monkeypatch.setattr("telegrad.cuda.order.current_stream", lambda _: 8)
+    landing.prepare_expected()
+    assert not landing.has_news, "another thread, which is on another stream"
+    monkeypatch.setattr("telegrad.cuda.order.current_stream", lambda _: 7)
+    landing.prepare_expected()
+    assert landing.has_news
+    landing.expect(0, [Form(torch.float32, (2**23,), ())])
+    assert len(landing._prepared) == 2, "a large one is worth it at once"
+
+
 def test_what_is_not_used_goes_back(ends: Ends) -> None:
     before = blocks.budget.taken(0)
     grant(ends)

@@ -170,6 +170,8 @@ class Connection:
                 self.stream.send(buffers, deadline, self.on_blocked)
         finally:
             self._write_lock.release()
+        if order.active and memory.devices is not None:
+            memory.devices.landing.prepare_expected()
 
     def _write_with_held(self, buffers: list[Any], deadline: float | None) -> None:
         """Under the lock: write, after what was held back and what is to be told about blocks."""

@@ -191,10 +191,12 @@ class DeviceChannel:
         if not self._regions_open or not runtime().is_idle(stream):
             return False
         found: list[tuple[int, Region]] = []
+        region: Region | None = None
         try:
             for index in indices:
                 segment = segments[index]
-                region = regions.of(segment.address)
+                if region is None or not region.start <= segment.address < region.start + region.size:
+                    region = regions.of(segment.address)
                 if region is None or segment.address + segment.nbytes > region.start + region.size:
                     return False
                 found.append((index, region))
@@ -268,7 +270,7 @@ class DeviceChannel:
     def _expect(self, device: int, forms: Sequence[Form]) -> None:
         """Tensors came through a block: have memory for the next ones, if the peer can open it."""
         if self._regions_open and self._can_open(device):
-            self.landing.prepare(device, forms)
+            self.landing.expect(device, forms)
 
     def heard(self, message: AnyMessage) -> None:
         """One of `DEVICE_NOTICES` came."""

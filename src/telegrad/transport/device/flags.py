@@ -84,6 +84,7 @@ class Flags:
         self._count = page.mapping.size // _FLAG_BYTES
         self._next = 0
         self._pinned = host.pinned(page.mapping)
+        self._made: dict[int, Flag] = {}
 
     @property
     def page(self) -> int:
@@ -101,6 +102,12 @@ class Flags:
 
     def at(self, place: int) -> Flag:
         """The one at a place, which a peer may have named."""
+        made = self._made.get(place)
+        if made is None:
+            made = self._made[place] = self._make(place)
+        return made
+
+    def _make(self, place: int) -> Flag:
         if not 0 <= place < self._count:
             raise ProtocolError(f"the peer named flag {place} of {self._count}")
         offset = place * _FLAG_BYTES

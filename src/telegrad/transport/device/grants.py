@@ -88,7 +88,7 @@ class Lands(Protocol):
     def place(self, number: int) -> Place:
         """A place that the peer named."""
 
-    def prepare(self, device: int, forms: Sequence[Form]) -> None:
+    def expect(self, device: int, forms: Sequence[Form]) -> None:
         """Tensors of these forms came."""
 
     def free(self, place: Place) -> None:
@@ -159,13 +159,13 @@ class Granted:
 
     def expect(self, forms: Sequence[Form], device: torch.device) -> None:
         """Tensors of these forms came in its message: memory is kept ready for the next ones."""
-        self._landing.prepare(device.index, forms)
+        self._landing.expect(device.index, forms)
 
     def storage_on(self, device: torch.device) -> torch.UntypedStorage:
         """What came, as a storage of its own."""
         form = Form(torch.uint8, (self.nbytes,), ())
         tensor = self.tensor(form)
-        self._landing.prepare(self.device, [form])
+        self._landing.expect(self.device, [form])
         return (tensor if device == tensor.device else tensor.to(device)).untyped_storage()
 
     def late(self, held: bool) -> Late:

@@ -36,6 +36,7 @@ from telegrad.wire.tensor.segments import contiguous_strides, element_span
 FIRST_GRANT = 1 << 61  # what messages call granted memory begins here
 MOST_TENSORS = 8  # in a message that grants are made for
 _MOST_GRANTS = 4  # of one size, unless one message has more tensors of it
+_MOST_EXPECTED = 8
 _LARGE = 16 * 2**20  # of which one is granted at a time
 _GRACE_SECONDS = 0.5  # for what a process that has ended had begun on the GPU
 _UNHEARD_SECONDS = 5.0  # after which a peer that has not heard of a grant will not, the connection being gone
@@ -53,6 +54,7 @@ class Landing:
         self._free: list[Place] = []
         self._prepared: list[Grant] = []  # the peer does not know them
         self._told: dict[int, Grant] = {}  # by place: the peer may write to them
+        self.expected: deque[tuple[int, int, Sequence[Form]]] = deque()  # by stream and device: to be prepared
         self._held: dict[tuple[int, int], int] = {}  # by device and size: how many there are of both
         self._late: list[Late] = []
         self._dropped: deque[Granted] = deque()  # named by messages that nobody took tensors of
@@ -62,9 +64,32 @@ class Landing:
 
     # --- granting ---
 
+    def expect(self, device: int, forms: Sequence[Form]) -> None:
+        """Tensors of these forms came: have memory for the next ones, for the current stream of this thread.
+
+        Small memory is allocated when the thread has sent what it has to send next, and has time for it."""
+        if not self._possible or self._closed or len(forms) > MOST_TENSORS:
+            return
+        if len(self.expected) < _MOST_EXPECTED and all(_nbytes(form) <= _LARGE for form in forms):
+            self.expected.append((order.current_stream(device), device, forms))
+        else:
+            self.prepare(device, forms)
+
+    def prepare_expected(self) -> None:
+        """This thread has sent something: prepare what came on its stream."""
+        for _ in range(len(self.expected)):
+            try:
+                stream, device, forms = expected = self.expected.popleft()
+            except IndexError:  # another thread does the same
+                return
+            if order.current_stream(device) == stream:
+                self.prepare(device, forms)
+            else:
+                self.expected.append(expected)
+
     def prepare(self, device: int, forms: Sequence[Form]) -> None:
-        """Tensors of these forms came: have memory for the next ones, on the current stream of this thread."""
-        if not self._possible or self._closed or len(forms) > MOST_TENSORS or torch.is_inference_mode_enabled():
+        """Allocate memory of these forms, to be granted with the next message."""
+        if self._closed or torch.is_inference_mode_enabled():
             return
         stream = order.current_stream(device)
         for form in forms:
