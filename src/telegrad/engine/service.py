@@ -29,7 +29,7 @@ from telegrad.ids import ContextId, MessageId, PassId, WorkerId, ids_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.layer import Layer
-from telegrad.rpc.remote_errors import with_notes
+from telegrad.rpc.remote_errors import text_for_stranger, with_notes
 from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member, peer_of
 from telegrad.wire.codec import Packed
@@ -175,7 +175,7 @@ class PassService(Layer):
     def abort_message(self, pass_: Pass, error: BaseException) -> AbortPass:
         """What others are told of a pass that failed here."""
         dead, incarnation = (error.worker, error.incarnation) if isinstance(error, WorkerDied) else ("", 0)
-        text = with_notes(error)[:_MOST_TEXT]
+        text = (text_for_stranger if self.agent.layers.plain else with_notes)(error)[:_MOST_TEXT]
         return AbortPass(pass_.context.context_id, pass_.pass_id, self.agent.info.name, text, dead, incarnation)
 
     def _member(self, worker: WorkerId) -> Member:
@@ -281,6 +281,7 @@ class PassService(Layer):
         message = request.message
         assert type(message) is AbortPass
         context = self.registry.get(message.context_id)
+        self.agent.reply(request, Ack())  # a notice has none, but whoever sends it as a request is not left waiting
         if context is None:
             return
         pass_ = context.latest
@@ -323,6 +324,7 @@ class PassService(Layer):
         message = request.message
         assert type(message) is ParticipantDied
         context = self.registry.get(message.context_id)
+        self.agent.reply(request, Ack())
         if context is not None:
             context.touch((request.caller.worker_id,))
             self._spoil(context, message.dead, message.incarnation)

@@ -67,7 +67,7 @@ def start_call(
 
     `subject`: what it is called in errors, if not by the function's name."""
     around: Around | None = None
-    if _profiling() and (profiler := agent.find_layer(CallProfiler)) is not None:
+    if _profiling() and not agent.layers.plain and (profiler := agent.find_layer(CallProfiler)) is not None:
         how = "remote" if make is not PythonCall else "sync" if future is None else "async"
         around = profiler.begin(how, func, link.member)
     if timeout == UNSET_RPC_TIMEOUT:

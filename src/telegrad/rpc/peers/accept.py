@@ -140,12 +140,13 @@ class Acceptor:
             binding = self._tls.fingerprint
         fd = sock.fileno()
         self._half_open[fd] = _HalfOpen(sock, ListenerHandshake(self._secret, binding), process)
-        self._io_threads.register(fd, lambda: self._proceed(fd), armed=True)
+        self._io_threads.register(fd, lambda: self._proceed(fd), armed=False)
         if self._closed:  # by another thread, which may not have seen this one
             self._close_half_open()
         elif not self._sweeping:
             self._sweeping = True
             self._timer.at(time.monotonic() + HANDSHAKE_SECONDS, self._sweep)
+        self._proceed(fd)  # whoever dials speaks first, and has spoken by now
 
     def _make_room(self) -> None:
         """Drop one who has said nothing yet, or else the oldest: those of ours speak at once."""

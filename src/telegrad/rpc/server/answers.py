@@ -39,6 +39,7 @@ class Answers:
         self._layers = runtime.layers
         self.info, self.options = runtime.info, runtime.options
         self.plain, self.audit = runtime.layers.plain, runtime.layers.audit
+        self.warnings = runtime.warnings
         self.member = member
         self.connection: Connection | None = None
         self._lock = threading.Lock()

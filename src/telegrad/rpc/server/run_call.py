@@ -19,7 +19,7 @@ from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.event_loop import EventLoop, Failure, Result
 from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_flat
-from telegrad.wire.messages import CancelCall, PythonCall, PythonRemoteCall, PythonReply
+from telegrad.wire.messages import Ack, CancelCall, PythonCall, PythonRemoteCall, PythonReply
 
 _NO_SCOPE = contextlib.nullcontext()
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
@@ -156,3 +156,4 @@ def _serve_cancel(request: Request) -> None:
     assert type(message) is CancelCall
     if message.request_id in request.session.requests.running:  # else it has been answered
         request.session.cancelling().ask(message.request_id)
+    request.reply(Ack())  # a notice has none, but whoever sends it as a request is not left waiting
