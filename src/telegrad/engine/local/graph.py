@@ -146,10 +146,8 @@ class Graph:
             release(claim)
 
     def _run_with_leaves(self, roots: list[Root]) -> None:
-        for _, gradient in roots:
-            if gradient is not None and _is_large(gradient):
-                self._hand_over_large(roots)
-                break
+        if any([gradient is not None and _is_large(gradient) for _, gradient in roots]):  # no name here may hold one
+            self._hand_over_large(roots)
         if self._sums:
             sums = self._sums.root()  # kept until the call returns: in inference mode an edge does not keep its node
             roots = [*roots, (get_gradient_edge(sums), torch.empty(0))]
