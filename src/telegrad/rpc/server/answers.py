@@ -161,7 +161,7 @@ class Answers:
             return
         try:
             connection.flush(deadline)
-            while not connection.closed and not connection.stream.delivered and time.monotonic() < deadline:
+            while not connection.closed and not connection.delivered and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
         except (OSError, ValueError):
             log.debug("%s does not read its last answers", self.member.name)
