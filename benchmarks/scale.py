@@ -61,7 +61,7 @@ _COUNTED = ("set", "get", "add", "compare_set", "delete_key", "num_keys", "check
 
 def count_messages() -> None:
     """From now on count every frame that any connection writes, and its bytes."""
-    for name in ("encode_small", "encode_prefix"):
+    for name in ("encode_whole", "encode_prefix"):
         encode = getattr(connection, name)
 
         def counting(*args: Any, _encode: Any = encode, **kwargs: Any) -> bytes:

@@ -15,8 +15,9 @@ from telegrad.transport.addresses import Address, connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import make_lane_pair, pass_lane, receive_exactly
 from telegrad.wire.codec import Packed
-from telegrad.wire.frames import HEADER, FrameKind, encode_prefix, encode_small
+from telegrad.wire.frames import FrameKind, encode_prefix, encode_whole
 from telegrad.wire.tensor.small import describe_small
+from tests.one_frame import receive_frame
 
 NOBODY = 65534
 
@@ -74,14 +75,13 @@ class Member:
         described = describe_small(packed.tensors)
         assert described is not None
         specs, data = described
-        self.sock.sendall(encode_small(FrameKind.REQUEST, self._number, 0, message, packed.payload, specs, data))
+        self.sock.sendall(encode_whole(FrameKind.REQUEST, self._number, 0, message, packed.payload, specs, data))
         return self._number
 
     def read(self) -> tuple[int, int]:
         """Kind and number of the next frame; its content is thrown away."""
-        header = HEADER.unpack(receive_exactly(self.sock, HEADER.size))
-        receive_exactly(self.sock, header[3] + header[4] + header[5])
-        return header[2], header[6]
+        frame = receive_frame(self.sock)
+        return frame.kind, frame.request_id
 
 
 @contextlib.contextmanager

@@ -289,7 +289,7 @@ class World(Events):
 
 def _frame(content: Content) -> Frame:
     kind, request_id, ack, message, payload = content
-    return Frame(kind, request_id, ack, message, (), (), payload, None, 0)
+    return Frame(kind, request_id, ack, message, (), payload)
 
 
 def _outcome(slot: Slot) -> str:

@@ -17,7 +17,7 @@ from telegrad.transport.blocks.heap import Heap
 from telegrad.transport.device.channel import DeviceChannel
 from telegrad.transport.stream import Stream
 from telegrad.transport.tensor_memory import BLOCK_NOTICES, TensorMemory
-from telegrad.wire.frames import NOTICE, Frame, FrameKind, FrameReader, encode_prefix, encode_small
+from telegrad.wire.frames import NOTICE, Frame, FrameKind, FrameReader, encode_prefix, encode_whole
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.tensor.segments import Segment
 from telegrad.wire.tensor.specs import TensorSpec
@@ -79,14 +79,15 @@ class Connection:
         and can be sent again as it is, to this peer, over any connection.
         """
         if type(memory) is bytes:
-            frame = encode_small(kind, request_id, ack, message, payload, tensors, memory)
+            frame = encode_whole(kind, request_id, ack, message, payload, tensors, memory)
             if len(frame) <= _JOIN_UP_TO:
                 if hold and len(self.outbox) < _HOLD_UP_TO:
                     self.outbox.append(frame)
                 else:
                     self._write([frame], deadline)
                 return frame
-            buffers: list[Any] = [frame]
+            prefix = encode_prefix(kind, request_id, ack, message, tensors, (), len(payload), len(memory))
+            buffers: list[Any] = [prefix, payload, memory]
             self_contained = True
         else:
             table, inline, length, in_blocks = self.memory.place(tensors, memory)  # type: ignore[arg-type] # not bytes
@@ -200,19 +201,18 @@ class Connection:
 
     def receive(self) -> list[Frame] | None:
         """The frames that can be read without waiting; None at the end of the stream."""
-        count = self.stream.receive_into(self._reader.target())
+        reader, stream = self._reader, self.stream
+        count = stream.receive_into(reader.target)
         if count <= 0:
             return [] if count < 0 else None
-        frames = self._reader.received(count)
-        while self.stream.pending:  # else nobody would be told that there is more
-            frames += self._reader.received(max(0, self.stream.receive_into(self._reader.target())))
-        for frame in frames:
-            if frame.segments or (frame.kind == NOTICE and type(frame.message) in BLOCK_NOTICES):
-                return self._for_others(frames)
-        return frames
+        frames = reader.received(count)
+        while stream.pending:  # else nobody would be told that there is more
+            frames += reader.received(max(0, stream.receive_into(reader.target)))
+        return self._for_others(frames) if reader.has_memory else frames
 
     def _for_others(self, frames: list[Frame]) -> list[Frame]:
         """Find the memory of large tensors, and keep back what is the connection's own business."""
+        self._reader.has_memory = False
         kept = []
         for frame in frames:
             if frame.kind == NOTICE and type(frame.message) in BLOCK_NOTICES:

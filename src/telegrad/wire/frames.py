@@ -1,17 +1,18 @@
-"""A frame is one message on a stream: a fixed header, the message record, its payload, and the bytes of its tensors.
+"""A frame is one message on a stream: a header, and a record with all that is small about it.
 
-    header (40 bytes) | head: msgpack [message, tensor table, segment table] | payload | inline segments
+    header (8 bytes) | record: msgpack [kind, request id, ack, message, tensor table, payload, data, segments]
+    header           | lengths (16 bytes) | record | payload | inline segments
 
-Segments are runs of raw tensor bytes. One is inline (it follows the payload) or lies in a shared-memory block that the
-table names. A few small tensors need no table: their bytes follow the payload (`tensor/small.py`). `FrameReader` does
-no I/O: the transport asks it where to put the next bytes and tells it how many came. Every length is checked before
-memory is taken for it.
+Most frames are the record alone, and one call decodes it. A payload that is not small follows it, and so do segments:
+runs of raw tensor bytes, inline or in a shared-memory block that the record names. A few small tensors need no
+segments, their bytes are `data` (`tensor/small.py`). `FrameReader` does no I/O: it says where to put the next bytes and
+is told how many came. Every length is checked before memory is taken for it.
 """
 
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from torch import Tensor
@@ -22,16 +23,16 @@ from telegrad.wire.tensor.small import rebuild_small
 from telegrad.wire.tensor.tensors import TensorSpec, rebuild
 
 MAGIC = b"Tg"
-VERSION = 1
-HEADER = struct.Struct("<2sBBIQQQQ")  # magic, version, kind, head, payload, data lengths, request id, ack
-_HEADER_SIZE = HEADER.size
-_pack_header = HEADER.pack
+VERSION = 2
+HEADER = struct.Struct("<2sBBI")  # magic, version, form, length of the record
+LENGTHS = struct.Struct("<QQ")  # of the payload and of the inline segments
+WHOLE, WITH_MEMORY = 0, 1  # forms: the record is all; or the connection has to see to what follows, or to its memory
 ALIGNMENT = 64
 INLINE = -1  # the block number of a segment that travels in the frame itself
 _RETURNED = -2  # those from here down are the receiver's own blocks, which come back
 
 READ_SIZE = 64 * 1024
-MAX_HEAD = 64 * 2**20
+MAX_RECORD = 64 * 2**20
 MAX_FRAME = 64 * 2**30
 
 
@@ -46,9 +47,11 @@ class FrameKind(IntEnum):
 
 REQUEST, REPLY, FAILURE, NOTICE = map(int, FrameKind)  # as they are in frames
 
-# How the header of a frame of each kind begins, and the rest of it: what is read of every frame.
-_KINDS = {MAGIC + bytes([VERSION, kind]): int(kind) for kind in FrameKind}
-_unpack_fields = struct.Struct("<4sIQQQQ").unpack_from
+# The form as a header begins with it.
+_WHOLE, _WITH_MEMORY = (MAGIC + bytes([VERSION, form]) for form in (WHOLE, WITH_MEMORY))
+_HEADER = struct.Struct("<4sI")
+_HEADER_BYTES = _HEADER.size
+_pack_header, _unpack_header = _HEADER.pack, _HEADER.unpack_from
 
 
 class SegmentSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -68,27 +71,27 @@ def returned(block: int) -> int:
     return _RETURNED - block
 
 
-# The part of a frame that is decoded first and checked whole.
-Head = tuple[AnyMessage, tuple[TensorSpec, ...], tuple[SegmentSpec, ...]]
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+_NO_BUFFERS: Sequence[Any] = ()
 
 
-class Frame(msgspec.Struct, eq=False):
-    """One received message. `data` holds the inline segments, or the bytes of small tensors, which have no segments;
-    `buffers` is one writable buffer per segment, once the connection has found them."""
+class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True, eq=False, dict=True):
+    """One received message: the record, checked whole as it is decoded, and below what its receiver adds."""
 
-    kind: int
-    request_id: int
-    ack: int
+    kind: Literal[1, 2, 3, 4]  # a `FrameKind`
+    request_id: _Number
+    ack: _Number
     message: AnyMessage
-    tensors: tuple[TensorSpec, ...]
-    segments: tuple[SegmentSpec, ...]
-    payload: Any
-    data: Any
-    data_offset: int
-    is_large: bool = False  # whether it holds more than its sender should keep: it has memory of its own
-    buffers: Sequence[Any] = ()
-    arrived: int = 0  # set by who reads it, where the order of work on a GPU depends on it
-    read_at: float = 0.0  # when, if that is still to be recorded
+    tensors: tuple[TensorSpec, ...] = ()
+    payload: bytes = b""
+    data: bytearray | None = None  # the bytes of small tensors, or the inline segments
+    segments: tuple[SegmentSpec, ...] = ()
+
+    data_offset = 0  # where those begin in `data`
+    is_large = False  # whether it holds more than its sender should keep: it has memory of its own
+    buffers = _NO_BUFFERS  # one writable buffer per segment, once the connection has found them
+    arrived = 0  # set by who reads it, where the order of work on a GPU depends on it
+    read_at = 0.0  # when, if that is still to be recorded
 
     def take_tensors(self) -> list[Tensor]:
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""
@@ -106,9 +109,26 @@ class Frame(msgspec.Struct, eq=False):
         return f"<{kind} {self.request_id}: {type(self.message).__name__}, {len(self.tensors)} tensors>"
 
 
-_encode_head = msgspec.msgpack.Encoder().encode
-_decode_head: Callable[[Any], Head] = msgspec.msgpack.Decoder(Head).decode
+_encode = msgspec.msgpack.Encoder().encode
+_decode: Callable[[Any], Frame] = msgspec.msgpack.Decoder(Frame).decode
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what that raises
+
+
+def encode_whole(
+    kind: int,
+    request_id: int,
+    ack: int,
+    message: AnyMessage,
+    payload: bytes = b"",
+    tensors: Sequence[TensorSpec] = (),
+    data: bytes = b"",
+) -> bytes:
+    """A frame that is the record alone: what is in it is small, and so are its tensors, whose bytes are `data`."""
+    if tensors:
+        record = _encode((kind, request_id, ack, message, tensors, payload, data))
+    else:
+        record = _encode((kind, request_id, ack, message, (), payload))
+    return _pack_header(_WHOLE, len(record)) + record
 
 
 def encode_prefix(
@@ -121,25 +141,9 @@ def encode_prefix(
     payload_bytes: int = 0,
     data_bytes: int = 0,
 ) -> bytes:
-    """Header and head of a frame; the caller sends payload and inline segments right behind it."""
-    head = _encode_head((message, tensors, segments))
-    return _pack_header(MAGIC, VERSION, kind, len(head), payload_bytes, data_bytes, request_id, ack) + head
-
-
-def encode_small(
-    kind: int,
-    request_id: int,
-    ack: int,
-    message: AnyMessage,
-    payload: bytes,
-    tensors: Sequence[TensorSpec],
-    data: bytes,
-) -> bytes:
-    """A whole frame whose tensors, if there are any, are small: their bytes follow the payload."""
-    head = _encode_head((message, tensors, ()))
-    return (
-        _pack_header(MAGIC, VERSION, kind, len(head), len(payload), len(data), request_id, ack) + head + payload + data
-    )
+    """A frame with more to it, up to its record; the caller sends payload and inline segments right behind that."""
+    record = _encode((kind, request_id, ack, message, tensors, b"", None, segments))
+    return _pack_header(_WITH_MEMORY, len(record)) + LENGTHS.pack(payload_bytes, data_bytes) + record
 
 
 def align(offset: int, alignment: int = ALIGNMENT) -> int:
@@ -157,116 +161,144 @@ class FrameReader:
     def __init__(self, allocate: Callable[[int], Any] = bytearray, max_frame: int = MAX_FRAME) -> None:
         self._allocate = allocate
         self._max_frame = max_frame
+        self._max_whole = min(max_frame, READ_SIZE)
         self._buffer = bytearray(READ_SIZE)
         self._view = memoryview(self._buffer)
-        self._start = 0
+        self._start = 0  # what was read and is no whole frame yet lies between these two
         self._end = 0
-        # A frame too large for the buffer: its header fields, memory, where it starts there, its view, bytes so far.
-        self._large: tuple[tuple[Any, ...], Any, int] | None = None
-        self._large_view: memoryview = self._view[:0]
-        self._large_filled = 0
+        self.target = self._view  # where the next bytes of the stream belong
+        self.has_memory = False  # whether a frame was read since it was last cleared whose memory is to be found
+        # A frame too large for the buffer: its lengths, its memory, where it starts there. The target is the rest of it.
+        self._large: tuple[tuple[int, int, int], Any, int] | None = None
 
     @property
     def idle(self) -> bool:
         """True between frames: the stream may end here without a loss."""
         return self._large is None and self._start == self._end
 
-    def target(self) -> memoryview:
-        """Where the next bytes of the stream belong."""
-        if self._large is not None:
-            return self._large_view[self._large_filled :]
-        if self._start == self._end:
-            self._start = self._end = 0
-            return self._view
-        if self._end > READ_SIZE // 2:
-            remaining = self._buffer[self._start : self._end]
-            self._view[: len(remaining)] = remaining
-            self._start, self._end = 0, len(remaining)
-        return self._view[self._end :]
-
     def received(self, count: int) -> list[Frame]:
         """`count` bytes were put into the target; the frames that are complete now."""
         if self._large is not None:
             return self._received_of_large(count)
         frames: list[Frame] = []
-        buffer, view, start = self._buffer, self._view, self._start
-        self._end = limit = self._end + count
-        while (begin := start + _HEADER_SIZE) <= limit:
-            kind, head_bytes, payload_bytes, data_bytes, request_id, ack = fields = _unpack_fields(buffer, start)
-            middle = begin + head_bytes
-            end = middle + payload_bytes
-            after = end + data_bytes
-            if kind not in _KINDS or head_bytes > MAX_HEAD or after - begin > self._max_frame:
-                raise self._refusal(start)
-            if after > limit:
-                if after - start > READ_SIZE // 2:
-                    self._begin_large(fields, begin, after - begin)
-                    return frames
-                break
-            try:
-                message, tensors, segments = _decode_head(view[begin:middle])
-            except _MALFORMED as error:
-                raise _malformed(error) from error
-            payload = bytes(view[middle:end]) if payload_bytes else b""
-            # Tensors will alias this copy, so the buffer itself is free to be read into again.
-            data = buffer[end:after] if data_bytes else None
-            frames.append(Frame(_KINDS[kind], request_id, ack, message, tensors, segments, payload, data, 0))
-            start = after
-        self._start = start
+        view, start, limit = self._view, self._start, self._end + count
+        while (begin := start + _HEADER_BYTES) <= limit:
+            form, record_bytes = _unpack_header(view, start)
+            end = begin + record_bytes
+            if form == _WHOLE and end <= limit and record_bytes <= self._max_whole:
+                try:
+                    frames.append(_decode(view[begin:end]))
+                except _MALFORMED as error:
+                    raise _malformed(error) from error
+            else:
+                lengths = self._lengths(form, record_bytes, begin, limit)
+                if lengths is None:
+                    break
+                begin += LENGTHS.size * (form == _WITH_MEMORY)
+                end = begin + sum(lengths)
+                if end > limit:
+                    if end - start > READ_SIZE // 2:
+                        self._begin_large(lengths, view[begin:limit])
+                        return frames
+                    break
+                frames.append(self._read_with_memory(lengths, begin))
+            start = end
+        if start < limit:
+            self._keep(start, limit)
+        elif self._end:
+            self._keep(0, 0)
         return frames
+
+    def _lengths(self, form: bytes, record: int, begin: int, limit: int) -> tuple[int, int, int] | None:
+        """Of a frame's record, payload and inline segments; None if they have not come. Refuses what is none of this
+        protocol, or more than may come."""
+        payload = data = 0
+        if form == _WITH_MEMORY:
+            if begin + LENGTHS.size > limit:
+                return None
+            payload, data = LENGTHS.unpack_from(self._view, begin)
+        elif form != _WHOLE:
+            raise _not_understood(form)
+        if record > MAX_RECORD or record + payload + data > self._max_frame:
+            raise ProtocolError(
+                f"a frame of {record} + {payload} + {data} bytes is over the limit ({MAX_RECORD} for its record, "
+                f"{self._max_frame} in all)"
+            )
+        return record, payload, data
+
+    def _keep(self, start: int, end: int) -> None:
+        """What is between these two in the buffer is no whole frame yet: the next bytes belong behind it."""
+        if end > READ_SIZE // 2:
+            remaining = self._buffer[start:end]
+            start, end = 0, len(remaining)
+            self._view[:end] = remaining
+        self._start, self._end = start, end
+        self.target = self._view[end:]
+
+    def _read_with_memory(self, lengths: tuple[int, int, int], begin: int) -> Frame:
+        """A frame with more than its record. Tensors will alias a copy, so the buffer is free to be read into again."""
+        record_bytes, payload_bytes, data_bytes = lengths
+        middle = begin + record_bytes
+        end = middle + payload_bytes
+        frame = decode_record(self._view[begin:middle])
+        frame.payload = bytes(self._view[middle:end])
+        frame.data = self._buffer[end : end + data_bytes] if data_bytes else None
+        self.has_memory = True
+        return frame
 
     def _received_of_large(self, count: int) -> list[Frame]:
         assert self._large is not None
-        self._large_filled += count
-        if self._large_filled < len(self._large_view):
+        self.target = self.target[count:]
+        if self.target:
             return []
-        fields, memory, start = self._large
-        self._large = None
-        self._large_view = self._view[:0]
-        return [_frame_in_place(fields, memory, start)]
+        lengths, memory, start = self._large
+        self._large, self.target = None, self._view
+        self.has_memory = True
+        return [_frame_in_place(lengths, memory, start)]
 
-    def _refusal(self, start: int) -> ProtocolError:
-        """What is wrong with a header."""
-        magic, version, kind, head, payload, data, _, _ = HEADER.unpack_from(self._buffer, start)
-        if magic != MAGIC:
-            text = f"a frame starts with {magic!r}, not {MAGIC!r}: the peer does not speak this protocol"
-        elif version != VERSION:
-            text = f"the peer speaks version {version} of the protocol, this worker version {VERSION}"
-        elif kind not in map(int, FrameKind):
-            text = f"unknown frame kind {kind}"
-        else:
-            text = (
-                f"a frame of {head} + {payload} + {data} bytes is over the limit ({MAX_HEAD} for its head, "
-                f"{self._max_frame} in all)"
-            )
-        return ProtocolError(text)
-
-    def _begin_large(self, fields: tuple[Any, ...], begin: int, total: int) -> None:
-        lead = fields[1] + fields[2]
+    def _begin_large(self, lengths: tuple[int, int, int], have: memoryview) -> None:
+        """A frame gets memory of its own; `have` is what has come of it."""
+        lead = lengths[0] + lengths[1]
+        total = lead + lengths[2]
         start = align(lead) - lead  # so that the inline segments are aligned in memory
         memory = self._allocate(start + total)
         view = memoryview(memory).cast("B")[start : start + total]
-        have = self._end - begin
-        view[:have] = self._view[begin : self._end]
-        self._large, self._large_view, self._large_filled = (fields, memory, start), view, have
+        view[: len(have)] = have
+        self._large, self.target = (lengths, memory, start), view[len(have) :]
         self._start = self._end = 0
 
 
-def _frame_in_place(fields: tuple[Any, ...], memory: Any, start: int) -> Frame:
-    kind, head_bytes, payload_bytes, _, request_id, ack = fields
+def _frame_in_place(lengths: tuple[int, int, int], memory: Any, start: int) -> Frame:
+    record_bytes, payload_bytes, data_bytes = lengths
     view = memoryview(memory).cast("B")
-    middle = start + head_bytes
+    middle = start + record_bytes
     end = middle + payload_bytes
-    return Frame(_KINDS[kind], request_id, ack, *decode_head(view[start:middle]), view[middle:end], memory, end, True)
+    frame = decode_record(view[start:middle])
+    frame.is_large = True
+    if payload_bytes:
+        frame.payload = view[middle:end]  # type: ignore[assignment] # read like bytes
+    if data_bytes:
+        frame.data, frame.data_offset = memory, end
+    return frame
 
 
-def decode_head(raw: Any) -> Head:
-    """The checked head of a frame."""
+def decode_record(raw: Any) -> Frame:
+    """The checked record of a frame."""
     try:
-        return _decode_head(raw)
+        return _decode(raw)
     except _MALFORMED as error:
         raise _malformed(error) from error
 
 
 def _malformed(error: Exception) -> ProtocolError:
-    return ProtocolError(f"the head of a frame is malformed: {error}")
+    return ProtocolError(f"the record of a frame is malformed: {error}")
+
+
+def _not_understood(form: bytes) -> ProtocolError:
+    """What is wrong with how a frame begins."""
+    magic, version = form[:2], form[2]
+    if magic != MAGIC:
+        return ProtocolError(f"a frame starts with {magic!r}, not {MAGIC!r}: the peer does not speak this protocol")
+    if version != VERSION:
+        return ProtocolError(f"the peer speaks version {version} of the protocol, this worker version {VERSION}")
+    return ProtocolError(f"unknown form {form[3]} of a frame")
