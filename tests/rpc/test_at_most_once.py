@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.rpc.client.link import KEPT_NOTICES
+from telegrad.rpc.client.connecting import KEPT_NOTICES
 from telegrad.rpc.server.at_most_once import NEW, AtMostOnce
 
 

@@ -222,11 +222,12 @@ class World(Events):
     def read(self, wire: Wire) -> None:
         """As the reader of replies does with one frame."""
         frame = _frame(wire.to_caller.popleft())
-        slot = self.link.replies.take(frame)
-        self.link.replies.complete([] if slot is None else [slot])
+        receiver, read = self.link.replies.receiver, []
+        receiver.take([frame], read)
+        self.link.completion.by_io_thread(read)
         if self.by_name:
-            self.link.replies.acknowledge(wire.caller)
-        self.link.replies.flush(wire.caller)
+            receiver.acknowledge(wire.caller)
+        receiver.flush(wire.caller)
 
     def cut(self, wire: Wire) -> None:
         self.left["cut"] -= 1
@@ -281,7 +282,7 @@ class World(Events):
             tuple(sorted(self.late.items())),
             tuple(sorted(self.noticed.items())),
             link.pending.numbers(),
-            (link.replies.unacknowledged, link.replies.state, link.kept_notices, len(self.lost_links)),
+            (link.replies.receiver.unacknowledged, link.replies.state, link.kept_notices, len(self.lost_links)),
             session.requests.numbers(),
             (link.current is None, session.connection is None),
         )

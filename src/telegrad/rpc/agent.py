@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.connecting import Connecting
 from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.client.replies import reply_frame, reply_tensors
@@ -181,9 +181,9 @@ class Agent:
 
     # --- what links and sessions tell: most of it is bound above ---
 
-    def dial(self, link: Link, deadline: float) -> Dialled | Unanswered:
+    def dial(self, link: Connecting, deadline: float) -> Dialled | Unanswered:
         """A new connection for a link."""
-        return self.connector.dial(link.member, link.number, link.ticket, link.expect, deadline)
+        return self.connector.dial(link.member, link.number, link.ticket, link.replies.arm, deadline)
 
     # --- the end ---
 

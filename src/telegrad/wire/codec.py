@@ -85,6 +85,11 @@ def pack_flat(value: Any) -> Packed | None:
     return None
 
 
+def pack_call(args: tuple[Any, ...]) -> Packed | None:
+    """The same for a call without keywords: `pack_flat((args, {}))`."""
+    return _pack_tuple(_FLAT_CALL, args) if args else EMPTY_CALL
+
+
 def is_flat(payload: Any) -> bool:
     """Whether nothing in a payload is pickled."""
     return len(payload) > 0 and payload[0] in _FLAT_FORMS

@@ -12,7 +12,7 @@ is told how many came. Every length is checked before memory is taken for it.
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from torch import Tensor
@@ -78,7 +78,7 @@ _NO_BUFFERS: Sequence[Any] = ()
 class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True, eq=False, dict=True):
     """One received message: the record, checked whole as it is decoded, and below what its receiver adds."""
 
-    kind: Literal[1, 2, 3, 4]  # a `FrameKind`
+    kind: Annotated[int, msgspec.Meta(ge=1, le=4)]  # a `FrameKind`
     request_id: _Number
     ack: _Number
     message: AnyMessage
@@ -168,7 +168,7 @@ class FrameReader:
         self._end = 0
         self.target = self._view  # where the next bytes of the stream belong
         self.has_memory = False  # whether a frame was read since it was last cleared whose memory is to be found
-        # A frame too large for the buffer: its lengths, its memory, where it starts there. The target is the rest of it.
+        # A frame too large for the buffer: its lengths, its memory, where it starts there; the target is its rest.
         self._large: tuple[tuple[int, int, int], Any, int] | None = None
 
     @property

@@ -135,7 +135,7 @@ class Session(Answers):
                     if self._deferred:
                         self.serve_deferred()
                 # Looked at before it is read: usually nothing is there yet, and reading would raise that.
-                if not self._spinner.wait(connection.stream.readable, self._io_threads, 1):
+                if not self._spinner.wait(connection.stream.readable, self._io_threads):
                     turn.give_up()
                     return
                 frames = connection.receive()

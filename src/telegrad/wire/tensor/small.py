@@ -82,7 +82,8 @@ def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[T
         try:
             tensor = frombuffer(data, dtype=dtype, count=count, offset=offset)
         except ValueError as error:
-            raise ProtocolError(f"a tensor of {count} elements does not fit its bytes: {error}") from error
+            nbytes = count * dtype.itemsize
+            raise ProtocolError(f"a tensor of {nbytes} bytes begins at byte {offset} of {len(data)}") from error
         if shape is not None:
             tensor.resize_(shape)  # same size: only the shape changes
         if flags == _REQUIRES_GRAD:
@@ -96,8 +97,8 @@ def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[T
 
 @functools.lru_cache(maxsize=4096)
 def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, torch.Size | None, int]:
-    """The dtype, the number of elements, of bytes up to the next tensor, the shape unless that is one dimension, and the
-    flags of a tensor that `describe_small` could have described."""
+    """The dtype, the number of elements, of bytes up to the next tensor, the shape unless that is one dimension, and
+    the flags of a tensor that `describe_small` could have described."""
     dtype = dtype_of(spec.dtype)
     nbytes = checked_size(spec.shape, dtype)
     general = TensorSpec(0, spec.dtype, spec.shape, (), 0, NO_SEGMENT, spec.flags)
