@@ -368,7 +368,7 @@ def test_a_link_that_acknowledges_too_early_is_found_out() -> None:
         world = World(chance, requests=2, cuts=1)
         pending = world.link.pending
         admit = pending.admit
-        pending.admit = lambda slot: (admit(slot)[0] + 1, False)
+        pending.admit = lambda slot: admit(slot) + 1
         world.run()
         check(world)
 
