@@ -22,7 +22,7 @@ from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
-from telegrad.wire.frames import Frame, FrameKind
+from telegrad.wire.frames import HEADER, Frame, FrameKind, decode_record
 from telegrad.wire.messages import Ack, AnyMessage, CancelCall, CleanupAutogradContext, Ping
 from tests.exploring import Chance, explore
 from tests.rpc.quiet import Events, QuietCopier, QuietStream, quiet_runtime, serve_with
@@ -71,19 +71,16 @@ class End:
         *_: Any,
         hold: bool = False,
         deadline: float | None = None,
-    ) -> bytes:
+    ) -> None:
         content = (kind, request_id, ack, message, payload)
         if type(message) is not CancelCall:  # word that nobody waits any more changes nothing about who asks again
             self.held.append(content)
-        encoded = b"%d %d" % (kind, request_id)
-        _encoded[encoded] = content
         if not hold:
             self.flush()
-        return encoded
 
-    def send_encoded(self, frame: bytes, deadline: float | None = None) -> None:
-        self.held.append(_encoded[frame])
-        self.flush()
+    def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
+        found = decode_record(frame[HEADER.size :])
+        self.send(found.kind, found.request_id, found.ack, found.message, found.payload, hold=hold)
 
     def flush(self, deadline: float | None = None) -> None:
         if self.held:
@@ -96,9 +93,6 @@ class End:
 
     def close(self) -> None:
         self.closed = self.wire.is_cut = True
-
-
-_encoded: dict[bytes, Content] = {}
 
 
 class LateReplies(Layer):

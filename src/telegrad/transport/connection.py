@@ -24,7 +24,7 @@ from telegrad.wire.tensor.specs import TensorSpec
 
 log = logging.getLogger("telegrad.transport")
 
-_JOIN_UP_TO = 64 * 1024
+SMALL_FRAME = 64 * 1024  # bytes up to which a message is one piece, and can share a write
 _HOLD_UP_TO = 64  # small frames that may wait for one write
 
 heap = Heap()
@@ -72,38 +72,30 @@ class Connection:
         *,
         deadline: float | None = None,
         hold: bool = False,
-    ) -> bytes | None:
+    ) -> None:
         """Send one message. With `hold` a small one may wait for the next send or `flush`, to share its write.
 
-        `memory` is that of the tensors: segments, or the bytes of small ones. Returns the encoded frame if it is small
-        and can be sent again as it is, to this peer, over any connection.
+        `memory` is that of the tensors: segments, or the bytes of small ones.
         """
         if type(memory) is bytes:
             frame = encode_whole(kind, request_id, ack, message, payload, tensors, memory)
-            if len(frame) <= _JOIN_UP_TO:
+            if len(frame) <= SMALL_FRAME:
                 if hold and len(self.outbox) < _HOLD_UP_TO:
                     self.outbox.append(frame)
                 else:
                     self._write([frame], deadline)
-                return frame
+                return
             prefix = encode_prefix(kind, request_id, ack, message, tensors, (), len(payload), len(memory))
             buffers: list[Any] = [prefix, payload, memory]
-            self_contained = True
         else:
-            table, inline, length, in_blocks = self.memory.place(tensors, memory)  # type: ignore[arg-type] # not bytes
+            table, inline, length, _ = self.memory.place(tensors, memory)  # type: ignore[arg-type] # not bytes
             prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length)
             buffers = [prefix, payload, *inline]
-            self_contained = not in_blocks
-        if sum(map(len, buffers)) > _JOIN_UP_TO:
+        if sum(map(len, buffers)) > SMALL_FRAME:
             self._check_size(buffers)
             self._write(buffers, deadline)
-            return None
-        frame = b"".join(buffers)
-        if hold and len(self.outbox) < _HOLD_UP_TO:
-            self.outbox.append(frame)
         else:
-            self._write([frame], deadline)
-        return frame if self_contained else None
+            self.send_encoded(b"".join(buffers), deadline, hold)
 
     def _check_size(self, buffers: Sequence[Any]) -> None:
         """Refuse here what the peer would refuse: sent all the same, it would end the connection again and again."""
@@ -114,9 +106,12 @@ class Connection:
                 "it takes in; send it in parts, or raise `max_message_bytes` in the options of that worker"
             )
 
-    def send_encoded(self, frame: bytes, deadline: float | None = None) -> None:
+    def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
         """Send a small frame that was encoded before."""
-        self._write([frame], deadline)
+        if hold and len(self.outbox) < _HOLD_UP_TO:
+            self.outbox.append(frame)
+        else:
+            self._write([frame], deadline)
 
     def flush(self, deadline: float | None = None) -> None:
         """Write what was held back."""
@@ -154,7 +149,7 @@ class Connection:
         # After what was held back: that may name a block which is free since it was encoded.
         held = [*self._drain_outbox(), *notices]
         if held:
-            small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
+            small = len(buffers) == 1 and len(buffers[0]) <= SMALL_FRAME
             buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
         try:
             if order.active and any(type(buffer) is host.DeviceBytes for buffer in buffers):

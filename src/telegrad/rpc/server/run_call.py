@@ -3,7 +3,6 @@
 One that returns a coroutine, or is marked to return a Future, is answered when that is done; no thread waits for it.
 """
 
-import contextlib
 import contextvars
 import functools
 import threading
@@ -21,7 +20,6 @@ from telegrad.rpc.server.event_loop import EventLoop, Failure, Result
 from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_flat
 from telegrad.wire.messages import CancelCall, PythonCall, PythonRemoteCall, PythonReply
 
-_NO_SCOPE = contextlib.nullcontext()
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
 
 
@@ -92,11 +90,16 @@ class CallService(Layer):
         cancellations = request.session.cancellations
         if cancellations is not None:
             cancellations.check(frame.request_id)
-        with request.scope() if request.scope is not None else _NO_SCOPE:
-            result = func(*args, **kwargs)
-            if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
-                return Later(self, func, result)
-            return result
+        if request.scope is None:
+            return self._returned(func, func(*args, **kwargs))
+        with request.scope():
+            return self._returned(func, func(*args, **kwargs))
+
+    def _returned(self, func: Any, result: Any) -> Any:
+        """What a function returned; a `Later`, made in the scope in which it ran, if the result is not there yet."""
+        if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
+            return Later(self, func, result)
+        return result
 
     def event_loop(self) -> EventLoop:
         """The loop for coroutines, started when the first comes."""
@@ -154,5 +157,8 @@ def _serve_cancel(request: Request) -> None:
     """The handler of `CancelCall`."""
     message = request.message
     assert type(message) is CancelCall
-    if message.request_id in request.session.requests.running:  # else it has been answered
-        request.session.cancelling().ask(message.request_id)
+    session, request_id = request.session, message.request_id
+    if request_id in session.requests.running:  # else it has been answered
+        session.cancelling().ask(request_id)
+        if request_id not in session.requests.running:  # answered this very moment
+            session.cancelling().forget(request_id)

@@ -24,12 +24,13 @@ from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import NOTICE, REQUEST, Frame
+from telegrad.wire.frames import NOTICE, REQUEST, Frame, encode_whole
 from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Goodbye, Ping
 
 log = logging.getLogger("telegrad.rpc")
 
 _MOST_DEFERRED = 16
+_HERE = encode_whole(NOTICE, 0, 0, Ping())
 
 
 class SessionEvents(Protocol):
@@ -111,7 +112,6 @@ class Session(Answers):
                 # So much that no more is read: the socket fills, and the caller waits as for a slower worker.
                 if len(running) >= MOST_RUNNING:
                     self.paused = True
-                if self.paused:
                     break
                 frame = inbox.popleft()
                 turn.count += 1
@@ -182,6 +182,13 @@ class Session(Answers):
             handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
             request.fail(error)
+
+    def serve_inner(self, request: Request) -> None:
+        """Serve the message that a layer found within the one it was given: what it raises is for that layer's call."""
+        served = self._served.get(type(request.message))
+        if served is None:
+            raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
+        served.handler(request)
 
     def give_up(self, turn: "SessionTurn") -> None:
         """Let another thread serve: at once if requests are waiting here, else when one comes."""
@@ -259,7 +266,7 @@ class Session(Answers):
 
     def _take_notice(self, frame: Frame, message: AnyMessage) -> None:
         if type(message) is Ping:
-            self._send((NOTICE, 0, Ping()))
+            self._send(_HERE)
         elif type(message) is Goodbye:
             self._events.caller_said_goodbye(self.member, message.exited)
         elif type(message) is Ack:  # it has said most by its header
