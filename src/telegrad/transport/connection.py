@@ -17,7 +17,7 @@ from telegrad.transport.blocks.heap import Heap
 from telegrad.transport.device.channel import DeviceChannel
 from telegrad.transport.stream import Stream
 from telegrad.transport.tensor_memory import BLOCK_NOTICES, TensorMemory
-from telegrad.wire.frames import NOTICE, Frame, FrameKind, FrameReader, encode_prefix, encode_whole
+from telegrad.wire.frames import NOTICE, Frame, FrameReader, encode_prefix, encode_whole
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.tensor.segments import Segment
 from telegrad.wire.tensor.specs import TensorSpec
@@ -46,6 +46,8 @@ class Connection:
         self._write_lock = threading.Lock()
         self.memory = TensorMemory(stream, self._tell)
         self.copier = self.memory.copier
+        # Blocks that the peer does not know yet to be free: looked at before each write.
+        self._released, self._retired = self.memory.released, self.memory.retired
         self.outbox: deque[bytes] = deque()  # small frames that wait for the next write
         self.after_hold: Callable[[], None] = _nothing  # called when what was held back has been written in time
         self.closed = False
@@ -72,10 +74,11 @@ class Connection:
         *,
         deadline: float | None = None,
         hold: bool = False,
-    ) -> None:
+    ) -> bytes | None:
         """Send one message. With `hold` a small one may wait for the next send or `flush`, to share its write.
 
-        `memory` is that of the tensors: segments, or the bytes of small ones.
+        `memory` is that of the tensors: segments, or the bytes of small ones. Returns the encoded frame if it is small
+        and can be sent again as it is, to this peer, over any connection.
         """
         if type(memory) is bytes:
             frame = encode_whole(kind, request_id, ack, message, payload, tensors, memory)
@@ -84,18 +87,21 @@ class Connection:
                     self.outbox.append(frame)
                 else:
                     self._write([frame], deadline)
-                return
+                return frame
             prefix = encode_prefix(kind, request_id, ack, message, tensors, (), len(payload), len(memory))
             buffers: list[Any] = [prefix, payload, memory]
+            in_blocks = False
         else:
-            table, inline, length, _ = self.memory.place(tensors, memory)  # type: ignore[arg-type] # not bytes
+            table, inline, length, in_blocks = self.memory.place(tensors, memory)  # type: ignore[arg-type] # not bytes
             prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length)
             buffers = [prefix, payload, *inline]
         if sum(map(len, buffers)) > SMALL_FRAME:
             self._check_size(buffers)
             self._write(buffers, deadline)
-        else:
-            self.send_encoded(b"".join(buffers), deadline, hold)
+            return None
+        frame = b"".join(buffers)
+        self.send_encoded(frame, deadline, hold)
+        return None if in_blocks else frame
 
     def _check_size(self, buffers: Sequence[Any]) -> None:
         """Refuse here what the peer would refuse: sent all the same, it would end the connection again and again."""
@@ -135,8 +141,7 @@ class Connection:
         if not self._write_lock.acquire(False):
             self._wait_to_write(deadline)
         try:
-            memory = self.memory
-            if self.outbox or memory.released or memory.retired or memory.devices is not None or order.active:
+            if self.outbox or self._released or self._retired or self.memory.devices is not None or order.active:
                 self._write_with_held(buffers, deadline)
             else:
                 self.stream.send(buffers, deadline, self.on_blocked)
@@ -145,9 +150,10 @@ class Connection:
 
     def _write_with_held(self, buffers: list[Any], deadline: float | None) -> None:
         """Under the lock: write, after what was held back and what is to be told about blocks."""
-        notices = [encode_prefix(FrameKind.NOTICE, 0, 0, notice) for notice in self.memory.notices()]
-        # After what was held back: that may name a block which is free since it was encoded.
-        held = [*self._drain_outbox(), *notices]
+        held = self._drain_outbox()
+        if self._released or self._retired or self.memory.devices is not None:
+            # After what was held back: that may name a block which is free since it was encoded.
+            held += [encode_prefix(NOTICE, 0, 0, notice) for notice in self.memory.notices()]
         if held:
             small = len(buffers) == 1 and len(buffers[0]) <= SMALL_FRAME
             buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
@@ -190,7 +196,7 @@ class Connection:
 
     def _tell(self, message: AnyMessage) -> None:
         """Have a notice written before anything that is sent from now on."""
-        self.outbox.append(encode_prefix(FrameKind.NOTICE, 0, 0, message))
+        self.outbox.append(encode_prefix(NOTICE, 0, 0, message))
 
     # --- receiving ---
 

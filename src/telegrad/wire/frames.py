@@ -178,18 +178,24 @@ class FrameReader:
 
     def received(self, count: int) -> list[Frame]:
         """`count` bytes were put into the target; the frames that are complete now."""
-        if self._large is not None:
-            return self._received_of_large(count)
+        view = self._view
+        if self.target is view and count >= _HEADER_BYTES:  # usually that is one frame, and nothing else
+            form, record_bytes = _unpack_header(view)
+            if form == _WHOLE and record_bytes == count - _HEADER_BYTES <= self._max_whole:
+                try:
+                    return [_decode(view[_HEADER_BYTES:count])]
+                except _MALFORMED as error:
+                    raise _malformed(error) from error
+        return self._received_of_large(count) if self._large is not None else self._received_in_buffer(count)
+
+    def _received_in_buffer(self, count: int) -> list[Frame]:
         frames: list[Frame] = []
         view, start, limit = self._view, self._start, self._end + count
         while (begin := start + _HEADER_BYTES) <= limit:
             form, record_bytes = _unpack_header(view, start)
             end = begin + record_bytes
             if form == _WHOLE and end <= limit and record_bytes <= self._max_whole:
-                try:
-                    frames.append(_decode(view[begin:end]))
-                except _MALFORMED as error:
-                    raise _malformed(error) from error
+                frames.append(decode_record(view[begin:end]))
             else:
                 lengths = self._lengths(form, record_bytes, begin, limit)
                 if lengths is None:
@@ -233,7 +239,7 @@ class FrameReader:
             start, end = 0, len(remaining)
             self._view[:end] = remaining
         self._start, self._end = start, end
-        self.target = self._view[end:]
+        self.target = self._view[end:] if end else self._view
 
     def _read_with_memory(self, lengths: tuple[int, int, int], begin: int) -> Frame:
         """A frame with more than its record. Tensors will alias a copy, so the buffer is free to be read into again."""

@@ -30,6 +30,7 @@ from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Goodb
 log = logging.getLogger("telegrad.rpc")
 
 _MOST_DEFERRED = 16
+_OF_SESSIONS = frozenset({Ping, Goodbye, Ack})
 _HERE = encode_whole(NOTICE, 0, 0, Ping())
 
 
@@ -265,12 +266,8 @@ class Session(Answers):
             self._send_again(reply)
 
     def _take_notice(self, frame: Frame, message: AnyMessage) -> None:
-        if type(message) is Ping:
-            self._send(_HERE)
-        elif type(message) is Goodbye:
-            self._events.caller_said_goodbye(self.member, message.exited)
-        elif type(message) is Ack:  # it has said most by its header
-            self.requests.acknowledge_named(_numbers(frame.payload))
+        if type(message) in _OF_SESSIONS:
+            self._take_word(frame, message)
         elif self.requests.is_news(frame.request_id):
             # Such a notice came with the next request, which should not wait for it.
             served = self._served.get(type(message))
@@ -278,6 +275,15 @@ class Session(Answers):
                 self._deferred.append(frame)
             else:
                 self.serve(Request(self, frame))
+
+    def _take_word(self, frame: Frame, message: AnyMessage) -> None:
+        """What a caller says about the session itself."""
+        if type(message) is Ping:
+            self._send(_HERE)
+        elif type(message) is Goodbye:
+            self._events.caller_said_goodbye(self.member, message.exited)
+        else:  # an Ack: it has said most by its header
+            self.requests.acknowledge_named(_numbers(frame.payload))
 
     # --- the end ---
 
