@@ -71,12 +71,13 @@ class End:
         *_: Any,
         hold: bool = False,
         deadline: float | None = None,
-    ) -> None:
+    ) -> bytes | None:
         content = (kind, request_id, ack, message, payload)
         if type(message) is not CancelCall:  # word that nobody waits any more changes nothing about who asks again
             self.held.append(content)
         if not hold:
             self.flush()
+        return None
 
     def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
         found = decode_record(frame[HEADER.size :])

@@ -113,7 +113,9 @@ class Connection:
             )
 
     def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
-        """Send a small frame that was encoded before."""
+        """Send a frame that was encoded before."""
+        if len(frame) > SMALL_FRAME:
+            self._check_size([frame])
         if hold and len(self.outbox) < _HOLD_UP_TO:
             self.outbox.append(frame)
         else:

@@ -89,7 +89,9 @@ class FaultyConnection:
         else:
             setattr(self._connection, name, value)
 
-    def send(self, kind: int, request_id: int, ack: int, message: AnyMessage, *args: Any, **kwargs: Any) -> None:
+    def send(
+        self, kind: int, request_id: int, ack: int, message: AnyMessage, *args: Any, **kwargs: Any
+    ) -> bytes | None:
         """As on a connection, unless a fault is due."""
         plan = self._faults.next_for(message)
         what = f"a {type(message).__name__}, on purpose"
@@ -100,12 +102,12 @@ class FaultyConnection:
             if plan.fault is Fault.REFUSE:
                 raise TimeoutError(f"could not write {what}")
             if plan.fault is Fault.LOSE:
-                return
+                return None
         with self._line_lock:
             if plan is not None or self._line:
                 self._queue(plan.seconds if plan is not None else 0.0, (kind, request_id, ack, message, *args))
-                return
-        self._connection.send(kind, request_id, ack, message, *args, **kwargs)
+                return None
+        return self._connection.send(kind, request_id, ack, message, *args, **kwargs)
 
     def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
         """The same for a frame that was encoded before."""

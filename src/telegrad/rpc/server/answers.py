@@ -20,7 +20,7 @@ from telegrad.rpc.server.cancellation import Cancellations
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.yield_turn import Turn, local
 from telegrad.rpc.workers import Member
-from telegrad.transport.connection import SMALL_FRAME, Connection
+from telegrad.transport.connection import Connection
 from telegrad.wire.frames import NOTICE, Frame, encode_whole
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.tensor.specs import TensorSpec
@@ -31,6 +31,7 @@ log = logging.getLogger("telegrad.rpc")
 # bounds the others, coroutines and functions that return futures, and what they hold.
 MOST_RUNNING = 4096
 _LOOK_SECONDS = 0.001
+_SMALL_PAYLOAD = 32 * 1024  # with the tensors that may come along, this is a small frame in any case
 
 
 class Answers:
@@ -84,18 +85,19 @@ class Answers:
     ) -> None:
         """Answer a request: a message, and what goes with it. A lazy answer, one that nobody is waiting for, goes with
         the next one."""
-        reply: Reply = b""
-        if type(memory) is bytes:
+        requests = self.requests
+        reply: Reply
+        if type(memory) is bytes and len(payload) < _SMALL_PAYLOAD:
             reply = encode_whole(kind, request_id, 0, message, payload, tensors, memory)
-        if not 0 < len(reply) <= SMALL_FRAME:  # a larger one is acknowledged by the caller at once
+        else:
             reply = (kind, request_id, message, payload, tensors, memory)
-        self.requests.replies[request_id] = reply
+        requests.replies[request_id] = reply
         if trace.recorder is not None:
             trace.recorder.replied(self, request_id, kind, (message, payload, tensors, memory))
         try:
             self._send(reply, lazy)
         finally:
-            self.requests.running.pop(request_id, None)
+            requests.running.pop(request_id, None)
             if self.paused:
                 self._resume()
             if self.cancellations is not None:
@@ -122,10 +124,18 @@ class Answers:
             if type(reply) is bytes:
                 connection.send_encoded(reply, deadline, lazy)
             else:
-                kind, request_id, *content = reply
-                connection.send(kind, request_id, 0, *content, deadline=deadline, hold=lazy)
+                self._send_pieces(connection, deadline, lazy, *reply)
         except (OSError, ValueError):
             log.debug("a reply to %s waits for its next connection", self.member.name)
+
+    def _send_pieces(
+        self, connection: Connection, deadline: float | None, hold: bool, kind: int, request_id: int, *content: Any
+    ) -> None:
+        """What has large parts. If it turns out to be one frame, that is kept instead, so that no tensor outlives it; a
+        larger one is acknowledged by the caller at once."""
+        frame = connection.send(kind, request_id, 0, *content, deadline=deadline, hold=hold)
+        if frame is not None and request_id in self.requests.replies:
+            self.requests.replies[request_id] = frame
 
     def _flush(self, connection: Connection) -> None:
         """Write the replies that waited for others; lazy ones have their own time."""
