@@ -268,7 +268,7 @@ def test_the_last_answers_of_a_burst_are_delivered(two: dict[str, Agent]) -> Non
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call, "a", "b", count, "held")
         wait_until(lambda: bool(connection.outbox))
-        assert not agents["b"].under_way()
+        wait_until(lambda: not agents["b"].under_way())
         session.deliver(time.monotonic() + 5)
         assert waiting.result(10) == 1
 

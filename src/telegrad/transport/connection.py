@@ -124,7 +124,7 @@ class Connection:
     def flush(self, deadline: float | None = None) -> None:
         """Write what was held back."""
         if self.outbox:
-            self.send_encoded(b"", deadline)
+            self._write([b""], deadline)
 
     def tidy(self, before: float) -> bool:
         """Return the blocks that have been idle since `before`, and tell the peer which it need not keep either.
@@ -133,7 +133,7 @@ class Connection:
         self.memory.trim(before)
         if self.memory.released or self.memory.retired or self.devices is not None:
             try:
-                self.send_encoded(b"", time.monotonic())
+                self._write([b""], time.monotonic())
             except (OSError, ValueError):
                 log.debug("a peer hears of idle blocks with the next message")
         return self.memory.has_blocks
