@@ -98,10 +98,6 @@ def is_flat(payload: Any) -> bool:
 def unpack_flat(payload: Any, tensors: Sequence[Tensor]) -> Any:
     """Put a value together again in which nothing is pickled; NOT_FLAT for a payload of another form."""
     form = payload[0] if payload else -1
-    if form == _FLAT_CALL:
-        return _unpack_tuple(payload, tensors), {}
-    if form == _EMPTY_CALL:
-        return (), {}
     if form == _TENSOR:
         if len(tensors) != 1:
             raise ProtocolError(f"a payload of one tensor came with {len(tensors)}")
@@ -110,7 +106,19 @@ def unpack_flat(payload: Any, tensors: Sequence[Tensor]) -> Any:
         return None
     if form == _FLAT_TUPLE:
         return _unpack_tuple(payload, tensors)
+    if form == _FLAT_CALL:
+        return _unpack_tuple(payload, tensors), {}
+    if form == _EMPTY_CALL:
+        return (), {}
     return plain.decode(payload[1:], tensors) if form == _PLAIN else NOT_FLAT
+
+
+def unpack_call(payload: Any, tensors: Sequence[Tensor]) -> Any:
+    """The same where it is most likely the arguments of a call."""
+    form = payload[0] if payload else -1
+    if form == _FLAT_CALL:
+        return _unpack_tuple(payload, tensors), {}
+    return ((), {}) if form == _EMPTY_CALL else unpack_flat(payload, tensors)
 
 
 def unpack(payload: Any, tensors: Sequence[Tensor], *, find_class: FindClass | None = None) -> Any:

@@ -47,8 +47,8 @@ class FrameKind(IntEnum):
 
 REQUEST, REPLY, FAILURE, NOTICE = map(int, FrameKind)  # as they are in frames
 
-# The form as a header begins with it.
-_WHOLE, _WITH_MEMORY = (MAGIC + bytes([VERSION, form]) for form in (WHOLE, WITH_MEMORY))
+# How frames of each form begin.
+WHOLE_FRAME, FRAME_WITH_MEMORY = (MAGIC + bytes([VERSION, form]) for form in (WHOLE, WITH_MEMORY))
 _HEADER = struct.Struct("<4sI")
 _HEADER_BYTES = _HEADER.size
 _pack_header, _unpack_header = _HEADER.pack, _HEADER.unpack_from
@@ -128,7 +128,7 @@ def encode_whole(
         record = _encode((kind, request_id, ack, message, tensors, payload, data))
     else:
         record = _encode((kind, request_id, ack, message, (), payload))
-    return _pack_header(_WHOLE, len(record)) + record
+    return _pack_header(WHOLE_FRAME, len(record)) + record
 
 
 def encode_prefix(
@@ -143,7 +143,7 @@ def encode_prefix(
 ) -> bytes:
     """A frame with more to it, up to its record; the caller sends payload and inline segments right behind that."""
     record = _encode((kind, request_id, ack, message, tensors, b"", None, segments))
-    return _pack_header(_WITH_MEMORY, len(record)) + LENGTHS.pack(payload_bytes, data_bytes) + record
+    return _pack_header(FRAME_WITH_MEMORY, len(record)) + LENGTHS.pack(payload_bytes, data_bytes) + record
 
 
 def align(offset: int, alignment: int = ALIGNMENT) -> int:
@@ -181,7 +181,7 @@ class FrameReader:
         view = self._view
         if self.target is view and count >= _HEADER_BYTES:  # usually that is one frame, and nothing else
             form, record_bytes = _unpack_header(view)
-            if form == _WHOLE and record_bytes == count - _HEADER_BYTES <= self._max_whole:
+            if form == WHOLE_FRAME and record_bytes == count - _HEADER_BYTES <= self._max_whole:
                 try:
                     return [_decode(view[_HEADER_BYTES:count])]
                 except _MALFORMED as error:
@@ -194,13 +194,13 @@ class FrameReader:
         while (begin := start + _HEADER_BYTES) <= limit:
             form, record_bytes = _unpack_header(view, start)
             end = begin + record_bytes
-            if form == _WHOLE and end <= limit and record_bytes <= self._max_whole:
+            if form == WHOLE_FRAME and end <= limit and record_bytes <= self._max_whole:
                 frames.append(decode_record(view[begin:end]))
             else:
                 lengths = self._lengths(form, record_bytes, begin, limit)
                 if lengths is None:
                     break
-                begin += LENGTHS.size * (form == _WITH_MEMORY)
+                begin += LENGTHS.size * (form == FRAME_WITH_MEMORY)
                 end = begin + sum(lengths)
                 if end > limit:
                     if end - start > READ_SIZE // 2:
@@ -219,11 +219,11 @@ class FrameReader:
         """Of a frame's record, payload and inline segments; None if they have not come. Refuses what is none of this
         protocol, or more than may come."""
         payload = data = 0
-        if form == _WITH_MEMORY:
+        if form == FRAME_WITH_MEMORY:
             if begin + LENGTHS.size > limit:
                 return None
             payload, data = LENGTHS.unpack_from(self._view, begin)
-        elif form != _WHOLE:
+        elif form != WHOLE_FRAME:
             raise _not_understood(form)
         if record > MAX_RECORD or record + payload + data > self._max_frame:
             raise ProtocolError(

@@ -17,7 +17,7 @@ from telegrad.rpc.layer import Layer, Layers, Served
 from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.event_loop import EventLoop, Failure, Result
-from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_flat
+from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_call
 from telegrad.wire.messages import CancelCall, PythonCall, PythonRemoteCall, PythonReply
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
@@ -77,7 +77,7 @@ class CallService(Layer):
             except BaseException:
                 discard(self._layers, request.caller, frame.payload, tensors)
                 raise
-        value = unpack_flat(frame.payload, tensors)
+        value = unpack_call(frame.payload, tensors)
         if value is NOT_FLAT:
             value = unpack_from(self._layers, request.caller, frame.payload, tensors)
         if number:
