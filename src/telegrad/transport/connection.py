@@ -152,13 +152,15 @@ class Connection:
 
     def _write_with_held(self, buffers: list[Any], deadline: float | None) -> None:
         """Under the lock: write, after what was held back and what is to be told about blocks."""
-        held = self._drain_outbox()
+        held: list[bytes] = []
+        while self.outbox:
+            held.append(self.outbox.popleft())
         if self._released or self._retired or self.memory.devices is not None:
             # After what was held back: that may name a block which is free since it was encoded.
             held += [encode_prefix(NOTICE, 0, 0, notice) for notice in self.memory.notices()]
         if held:
-            small = len(buffers) == 1 and len(buffers[0]) <= SMALL_FRAME
-            buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
+            is_one = len(buffers) == 1  # which is small, or nearly so
+            buffers = [b"".join((*held, *buffers))] if is_one else [b"".join(held), *buffers]
         try:
             if order.active and any(type(buffer) is host.DeviceBytes for buffer in buffers):
                 self._write_chunks(buffers, deadline)
@@ -189,12 +191,6 @@ class Connection:
             self._write_lock.acquire()
         elif not self._write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TimeoutError("another message is still being written to the peer, which does not read it")
-
-    def _drain_outbox(self) -> list[bytes]:
-        held = []
-        while self.outbox:
-            held.append(self.outbox.popleft())
-        return held
 
     def _tell(self, message: AnyMessage) -> None:
         """Have a notice written before anything that is sent from now on."""

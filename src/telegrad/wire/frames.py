@@ -195,7 +195,10 @@ class FrameReader:
             form, record_bytes = _unpack_header(view, start)
             end = begin + record_bytes
             if form == WHOLE_FRAME and end <= limit and record_bytes <= self._max_whole:
-                frames.append(decode_record(view[begin:end]))
+                try:
+                    frames.append(_decode(view[begin:end]))
+                except _MALFORMED as error:
+                    raise _malformed(error) from error
             else:
                 lengths = self._lengths(form, record_bytes, begin, limit)
                 if lengths is None:

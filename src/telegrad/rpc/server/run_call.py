@@ -20,6 +20,7 @@ from telegrad.rpc.server.event_loop import EventLoop, Failure, Result
 from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_call
 from telegrad.wire.messages import CancelCall, PythonCall, PythonRemoteCall, PythonReply
 
+_RETURNED = PythonReply()
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
 
 
@@ -37,9 +38,7 @@ class CallService(Layer):
         return {PythonCall: Served(self._serve), CancelCall: Served(_serve_cancel, counts_as_work=False)}
 
     def _serve(self, request: Request) -> None:
-        message = request.message
-        assert type(message) is PythonCall
-        result = self.run(request, message)
+        result = self.run(request, request.message)  # type: ignore[arg-type] # it serves a PythonCall
         if type(result) is Later:
             result.give_to(functools.partial(self._reply_with, request), request.fail, request)
             return
@@ -47,13 +46,13 @@ class CallService(Layer):
         if packed is None:
             packed = pack_counted(self._layers, request.caller, result, request.session.main_by_value)
         del result  # so that memory that nobody else holds can go back without a copy
-        request.reply(PythonReply(), packed)
+        request.reply(_RETURNED, packed)
 
     def _reply_with(self, request: Request, result: Any) -> None:
         packed = pack_flat(result)
         if packed is None:
             packed = pack_counted(self._layers, request.caller, result, request.session.main_by_value)
-        request.reply(PythonReply(), packed)
+        request.reply(_RETURNED, packed)
 
     def run(self, request: Request, call: PythonCall | PythonRemoteCall) -> Any:
         """Run the call of a request; its result, which nothing here holds any longer, or a `Later`."""

@@ -30,6 +30,7 @@ from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Goodb
 log = logging.getLogger("telegrad.rpc")
 
 _MOST_DEFERRED = 16
+_CALLS = WITH_A_CALL | DEFINING
 _OF_SESSIONS = frozenset({Ping, Goodbye, Ack})
 _HERE = encode_whole(NOTICE, 0, 0, Ping())
 
@@ -114,9 +115,7 @@ class Session(Answers):
                 if len(running) >= MOST_RUNNING:
                     self.paused = True
                     break
-                frame = inbox.popleft()
-                turn.count += 1
-                turn.frame = frame
+                turn.frame = frame = inbox.popleft()
                 try:
                     self.take(frame)
                 except ProtocolError as error:
@@ -154,10 +153,10 @@ class Session(Answers):
 
     def serve_deferred(self) -> None:
         """Serve the notices that waited until no request does."""
-        while True:
+        while self._deferred:
             try:
                 frame = self._deferred.popleft()
-            except IndexError:
+            except IndexError:  # another thread was first
                 return
             self.serve(Request(self, frame))
 
@@ -228,8 +227,9 @@ class Session(Answers):
         turn = self._turn
         if turn is None:
             return False
-        stuck = turn.frame is not None and turn.seen == turn.count
-        turn.seen = turn.count
+        frame = turn.frame
+        stuck = frame is not None and turn.seen is frame
+        turn.seen = frame
         if stuck:
             turn.give_up()
         return True
@@ -252,14 +252,16 @@ class Session(Answers):
         if frame.kind == NOTICE:
             self._take_notice(frame, message)
             return
-        # A function is defined before anything else, in the order of arrival: the next call may have its number alone
-        # and run first, in another thread, and this one may be refused.
-        call: Any = message
-        while type(call) in WITH_A_CALL:
-            call = call.call
-        if type(call) in DEFINING and call.definition:
-            self.functions.note(call)
-        reply = requests.take(frame.request_id, type(message))
+        kind = type(message)
+        if kind in _CALLS:
+            # A function is defined before anything else, in the order of arrival: the next call may have its number
+            # alone and run first, in another thread, and this one may be refused.
+            call: Any = message
+            while type(call) in WITH_A_CALL:
+                call = call.call
+            if type(call) in DEFINING and call.definition:
+                self.functions.note(call)
+        reply = requests.take(frame.request_id, kind)
         if reply is NEW:
             self.serve(Request(self, frame))
         elif reply is not None:
@@ -323,13 +325,12 @@ class Session(Answers):
 class SessionTurn:
     """The right of one thread to serve one session."""
 
-    __slots__ = ("count", "frame", "seen", "session")
+    __slots__ = ("frame", "seen", "session")
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.frame: Frame | None = None  # the one that is being taken
-        self.count = 0
-        self.seen = -1  # the count at the timer's last look
+        self.seen: Frame | None = None  # the one at the timer's last look
 
     def give_up(self) -> None:
         """Let another thread serve the session."""
