@@ -1,26 +1,30 @@
-"""What grows with the number of workers: messages, bytes and store operations, counted over all workers together.
+"""What grows with the number of workers: messages, bytes and store requests, counted over all workers together.
 
-    python -m benchmarks.scale 8 16 32 64
+    python -m benchmarks.scale 8 64 256 1000                 all agents in this process, over the memory transport
+    python -m benchmarks.scale --processes 8 32 128 256      real worker processes, with times
+    ... --save FOLDER                                        the counts, for the plot
 
-All agents live in this process, over the memory transport, and do what they do anywhere: join through a store, call,
-run a pass, meet at a barrier, idle, lose one. Counts have no noise, so a machine that could never run so many workers
-at speed can still say how their number enters.
+Agents do what they do anywhere: join through a store, call, run a pass, meet at a barrier, idle, lose one. Counts have
+no noise, so a machine that could never run so many workers at speed can still say how their number enters.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
+import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore
 
+from benchmarks import scale_processes
+from benchmarks.counting import KINDS, Counts, count_here
 from telegrad import autograd, rpc
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import set_current_agent
@@ -28,63 +32,29 @@ from telegrad.rpc.job.barrier import barrier
 from telegrad.rpc.job.join import start
 from telegrad.rpc.job.rendezvous.member_log import MemberLog
 from telegrad.rpc.workers import Member
-from telegrad.transport import connection
 
-_lock = threading.Lock()
-_counted: Counter[str] = Counter()
 IDLE_SECONDS = 2.0
+# So that nobody is asked whether it lives while 1,000 agents share one interpreter: how often that happens depends on
+# how long the machine takes, and is counted by itself in real processes.
+_HEARTBEAT = 120.0
 
-
-def _count(what: str, number: int = 1) -> None:
-    with _lock:
-        _counted[what] += number
-
-
-class CountingStore(Store):
-    """A store in this process that counts what is asked of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._store = HashStore()
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _COUNTED:
-            _count("store operations")
-            return getattr(object.__getattribute__(self, "_store"), name)
-        if name == "has_extended_api":
-            return object.__getattribute__(self, "_store").has_extended_api
-        return object.__getattribute__(self, name)
-
-
-_COUNTED = ("set", "get", "add", "compare_set", "delete_key", "num_keys", "check", "wait", "append", "multi_get")
-
-
-def count_messages() -> None:
-    """From now on count every frame that any connection writes, and its bytes."""
-    for name in ("encode_whole", "encode_prefix"):
-        encode = getattr(connection, name)
-
-        def counting(*args: Any, _encode: Any = encode, **kwargs: Any) -> bytes:
-            frame: bytes = _encode(*args, **kwargs)
-            _count("messages")
-            _count("bytes", len(frame))
-            return frame
-
-        setattr(connection, name, counting)
+Row = dict[str, list[float]]  # by event: the counts, and the seconds it took
 
 
 class Event:
-    """`with Event("a pass") as event:` notes what was counted within."""
+    """`with Event("a pass", counts, rows):` notes what was counted within."""
 
-    def __init__(self, name: str, rows: dict[str, Counter[str]]) -> None:
-        self._name, self._rows = name, rows
+    def __init__(self, name: str, counts: Counts, rows: Row) -> None:
+        self._name, self._counts, self._rows = name, counts, rows
 
     def __enter__(self) -> None:
-        _counted.clear()
+        self._before, self._begun = self._counts.total(), time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._begun
         time.sleep(0.05)  # for what nobody waits for
-        self._rows[self._name] = Counter(_counted)
+        counted = [after - before for before, after in zip(self._before, self._counts.total(), strict=True)]
+        self._rows[self._name] = [*counted, seconds]
 
 
 @contextmanager
@@ -105,17 +75,19 @@ def joining_together(workers: int) -> Iterator[None]:
         MemberLog.publish = publish  # type: ignore[method-assign]
 
 
-def run(workers: int) -> dict[str, Counter[str]]:
-    """Counts for each event in a job of so many workers."""
-    rows: dict[str, Counter[str]] = {}
-    store = CountingStore()
-    options = rpc.RpcBackendOptions(transports=("memory",), secret="one for all", heartbeat=0.5)
+def run(workers: int, counts: Counts) -> Row:
+    """Counts for each event in a job of so many agents in this process."""
+    rows: Row = {}
+    store = HashStore()
+    options = rpc.RpcBackendOptions(
+        transports=("memory",), secret="one for all", heartbeat=_HEARTBEAT, rendezvous_timeout=600
+    )
     pool = ThreadPoolExecutor(workers)
 
     def join(rank: int) -> Agent:
         return start(f"worker{rank}", rank, workers, options, store)
 
-    with Event("all join", rows), joining_together(workers):
+    with Event("all join", counts, rows), joining_together(workers):
         agents = list(pool.map(join, range(workers)))
     root = agents[0]
     set_current_agent(root)
@@ -127,18 +99,18 @@ def run(workers: int) -> dict[str, Counter[str]]:
             futures = [rpc.rpc_async(name, torch.mul, args=(x, 2.0)) for name in others]
             autograd.backward(context_id, [torch.stack([future.wait() for future in futures]).sum()])
 
-    with Event("first call from one to all", rows):
+    with Event("first call from one to all", counts, rows):
         for name in others:
             rpc.rpc_sync(name, torch.add, args=(1, 1))
     step()
-    with Event("a pass over all (forward, backward, end)", rows):
+    with Event("a pass over all: forward, backward, end", counts, rows):
         step()
-    far = time.monotonic() + 60
-    with Event("a barrier of all", rows):
+    far = time.monotonic() + 600
+    with Event("a barrier of all", counts, rows):
         list(pool.map(lambda agent: barrier(agent, "scale/0", 0, far), agents))
-    with Event(f"{IDLE_SECONDS:.0f} s of idling", rows):
+    with Event(f"{IDLE_SECONDS:.0f} s of idling", counts, rows):
         time.sleep(IDLE_SECONDS)
-    with Event("a death, noticed by all who were linked", rows):
+    with Event("a death, noticed by all who were linked", counts, rows):
         agents[-1].close(farewell=False)
         time.sleep(0.5)
     set_current_agent(None)
@@ -148,16 +120,41 @@ def run(workers: int) -> dict[str, Counter[str]]:
     return rows
 
 
-def main(sizes: list[int]) -> None:
-    count_messages()
-    found = {size: run(size) for size in sizes}
-    for what in ("messages", "bytes", "store operations"):
-        print(f"\n| {what}, all workers together | " + " | ".join(map(str, sizes)) + " |")
+def report(found: dict[int, Row], timed: bool) -> None:
+    """Tables, as they stand in docs/scale.md."""
+    sizes = list(found)
+    for position, what in enumerate([*KINDS, *(["ms"] if timed else [])]):
+        print(f"\n| {what}, all workers together | " + " | ".join(f"{size:,}" for size in sizes) + " |")
         print("| --- |" + " ---: |" * len(sizes))
         for event in found[sizes[0]]:
-            cells = " | ".join(f"{found[size][event][what]:,}" for size in sizes)
+            numbers = [found[size].get(event, [float("nan")] * 5)[position] for size in sizes]
+            cells = " | ".join(f"{number:,.0f}" if what != "ms" else f"{number * 1e3:,.1f}" for number in numbers)
             print(f"| {event} | {cells} |")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.partition("\n")[0])
+    parser.add_argument("sizes", nargs="*", type=int, default=[8, 64, 256])
+    parser.add_argument("--processes", action="store_true", help="real worker processes")
+    parser.add_argument("--save", type=Path, help="a folder for the counts")
+    options = parser.parse_args()
+    found: dict[int, Row] = {}
+    if options.processes:
+        for size in options.sizes:
+            found[size] = scale_processes.run(size)
+            print(f"{size} processes done", flush=True)
+    else:
+        logging.disable(logging.WARNING)  # that the last one is gone
+        counts = Counts(1)
+        count_here(counts, 0)
+        for size in options.sizes:
+            found[size] = run(size, counts)
+    report(found, options.processes)
+    if options.save:
+        options.save.mkdir(parents=True, exist_ok=True)
+        name = "processes" if options.processes else "agents"
+        (options.save / f"scale-{name}.json").write_text(json.dumps(found, indent=1))
+
+
 if __name__ == "__main__":
-    main([int(size) for size in sys.argv[1:]] or [8, 16, 32, 64])
+    main()

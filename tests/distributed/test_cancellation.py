@@ -1,6 +1,7 @@
 """Cancelling a call reaches the worker: what has not begun never begins, coroutines end, functions can ask."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -205,3 +206,12 @@ def test_a_pass_over_a_context_with_a_cancelled_call(pair: Cluster) -> None:
         y = rpc.rpc_sync("worker1", scaled, (x,))
         autograd.backward(context_id, [y.sum()], timeout=10)
         assert autograd.get_gradients(context_id)[x].tolist() == [3.0, 3.0]
+
+
+def test_dropping_a_future_that_was_cancelled_says_nothing(pair: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    future = rpc.rpc_async("worker1", sleep_long)
+    assert future.cancel()
+    wait_until(future.done)
+    del future
+    gc.collect()
+    assert not [record for record in caplog.records if "was dropped" in record.message]

@@ -289,7 +289,7 @@ def test_different_sizes_are_told_to_both(tmp_path: Path, caplog: pytest.LogCapt
 # --- ends ---
 
 
-def test_a_worker_that_ends_without_a_shutdown_has_exited_normally(anywhere: str) -> None:
+def test_a_worker_that_ends_without_a_shutdown_has_exited(anywhere: str) -> None:
     with processes() as started:
         started += [process(serve_then_exit, name, rank, 3, anywhere) for rank, name in ((1, "w1"), (2, "w2"))]
         join("w0", 0, 3, anywhere, {})
@@ -298,13 +298,13 @@ def test_a_worker_that_ends_without_a_shutdown_has_exited_normally(anywhere: str
             tell_to_go("w1")  # and one it was in touch with
             assert await_ends(started) == [0, 0]
             for name in ("w1", "w2"):
-                with pytest.raises(WorkerDied, match=f"'{name}' exited normally without calling rpc.shutdown"):
+                with pytest.raises(WorkerDied, match=f"'{name}' exited without calling rpc.shutdown"):
                     rpc.rpc_sync(name, who)
         finally:
             rpc.shutdown(graceful=False)
 
 
-def test_the_host_of_the_store_has_exited_normally() -> None:
+def test_the_host_of_the_store_has_exited() -> None:
     """Its last record stood in its own store; a worker that never spoke to it reads it all the same."""
     meeting = f"tcp://127.0.0.1:{free_port()}"
     with processes() as started:
@@ -314,7 +314,7 @@ def test_the_host_of_the_store_has_exited_normally() -> None:
             rpc.rpc_sync("w1", tell_to_go, ("w0",))
             started[0].join(20)
             assert started[0].exitcode == 0
-            with pytest.raises(WorkerDied, match=r"'w0' exited normally without calling rpc.shutdown"):
+            with pytest.raises(WorkerDied, match=r"'w0' exited without calling rpc.shutdown"):
                 rpc.rpc_sync("w0", who)
             assert rpc.rpc_sync("w1", who) == "w1"  # all else goes on
             tell_to_go("w1")

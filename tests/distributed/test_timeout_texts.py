@@ -7,12 +7,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from telegrad import rpc
 from telegrad.errors import RpcTimeout
+from telegrad.rpc.server.answers import MOST_RUNNING
 from tests.cluster import Cluster, cluster
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +40,21 @@ def ask_another(to: str, seconds: float) -> None:
 
 async def later(seconds: float) -> None:
     await asyncio.sleep(seconds)
+
+
+_gate = asyncio.Event()
+
+
+async def until_open() -> None:
+    await _gate.wait()
+
+
+async def open_here() -> None:
+    _gate.set()
+
+
+def open_on(to: str) -> None:
+    rpc.rpc_sync(to, open_here)
 
 
 def pid() -> int:
@@ -83,6 +101,44 @@ def test_a_worker_that_is_stopped(workers: Cluster) -> None:
     )
     assert time.monotonic() - begun < 10
     assert rpc.rpc_sync("worker2", pid) == stopped
+
+
+def test_a_future_that_nobody_waits_for(workers: Cluster) -> None:
+    future = rpc.rpc_async("worker1", slow, (3.0,), timeout=0.5)
+    ended = threading.Event()
+    future.add_done_callback(lambda _: ended.set())
+    begun = time.monotonic()
+    assert ended.wait(10)
+    assert 0.4 < time.monotonic() - begun < 2
+    with pytest.raises(RpcTimeout, match=r"'worker1' has been running it for \d+ ms, now at .*, in slow"):
+        future.wait()
+
+
+def test_one_that_somebody_comes_to_wait_for_while_the_worker_is_asked(workers: Cluster) -> None:
+    stopped = rpc.rpc_sync("worker2", pid)
+    os.kill(stopped, signal.SIGSTOP)
+    wait_until(lambda: Path(f"/proc/{stopped}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    try:
+        futures = [rpc.rpc_async("worker2", pid, timeout=0.5) for _ in range(20)]
+        time.sleep(0.6)  # their time is up, and the worker has not said anything
+        begun = time.monotonic()
+        for future in futures:
+            with pytest.raises(RpcTimeout, match=r"it is stopped, or too busy|may still be running it"):
+                future.wait()
+        assert time.monotonic() - begun < 2  # all of them together, not one after the other
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert rpc.rpc_sync("worker2", pid) == stopped
+
+
+def test_a_worker_that_takes_no_more(workers: Cluster) -> None:
+    running = [rpc.rpc_async("worker1", until_open) for _ in range(MOST_RUNNING + 10)]
+    text = text_of("worker1", pid, (), timeout=2.0)
+    assert f"has not read it: {MOST_RUNNING} requests of this worker run there" in text
+    rpc.rpc_sync("worker2", open_on, ("worker1",))
+    for future in running:
+        future.wait()
+    assert "takes no more" not in text_of("worker1", slow, (3.0,))
 
 
 class Sleeper:

@@ -255,3 +255,31 @@ def test_a_seed_makes_all_workers_repeatable() -> None:
             drawn.append([torch.rand(1).item(), rpc.rpc_sync("worker1", torch.rand, (1,)).item()])
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[0][1]
+
+
+ENDS_WELL = """
+    def start():
+        import atexit, threading
+        def spin():
+            a = torch.ones(64, 64, requires_grad=True)
+            while True:
+                (a @ a).sum().backward()
+        for _ in range(3):
+            threading.Thread(target=spin, daemon=True).start()
+        done = threading.Event()
+        atexit.register(lambda: print("exit handler, after the thread:", done.is_set()))
+        threading.Thread(target=lambda: (time.sleep(0.2), done.set()), daemon=False).start()
+    rpc.rpc_sync("worker1", start)
+    process = cluster._processes["worker1"]
+print("status", process.status)
+"""
+
+
+def test_a_worker_ends_well_with_threads_inside_torch() -> None:
+    """The interpreter's own end aborts in C++ then; what it does for the user before that is still done."""
+    script = start_script(ENDS_WELL.strip("\n").removeprefix("    "))
+    out, err = script.communicate(timeout=30)
+    assert script.returncode == 0, err
+    assert "[worker1] exit handler, after the thread: True" in out
+    assert "status 0" in out
+    assert "terminate" not in err

@@ -1,6 +1,8 @@
 """Workers of one host share its cores, whoever started them, and what a user chose stays."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,3 +100,25 @@ def test_workers_of_a_cluster_share(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rpc.rpc_sync("worker2", settings) == (2, "PASSIVE")
         assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == 16
+
+
+PROGRAM = """
+import os, sys, torch
+from telegrad.rpc.threads import cores
+
+torch.set_num_threads(16)
+cores.usable_cores = lambda: 16
+cores._is_default = lambda _: True
+cores.take_share(3)
+child = os.fork()
+if child == 0:
+    assert torch.get_num_threads() == 5
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_forked_by_one_that_took_its_share_exits_as_it_means_to() -> None:
+    """torch waited for threads that the child does not have, and crashed, depending on the C library."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=50, check=False)
+    assert done.stdout == "3\n", done.stderr

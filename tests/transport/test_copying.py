@@ -8,16 +8,18 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from telegrad.transport.blocks import copying
-from telegrad.transport.blocks.copying import ALONE_UP_TO, Copier, Helpers
+from telegrad.transport.blocks.copying import ALONE_UP_TO, TORCH_FROM, Copier, Helpers
 
-SIZES = [0, 1, ALONE_UP_TO, ALONE_UP_TO + 1, 5 * 2**20, 9 * 2**20 + 12_345]
+SIZES = [0, 1, TORCH_FROM, TORCH_FROM + 5, ALONE_UP_TO, ALONE_UP_TO + 1, 5 * 2**20, 9 * 2**20 + 12_345]
 
 
 @pytest.fixture(autouse=True)
 def two_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with three cores."""
+    """As on a machine with three cores, of which torch uses one in each worker."""
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
 
 
@@ -52,6 +54,29 @@ def in_threads() -> Iterator[Callable[[Callable[[], None]], None]]:
 def test_all_bytes_arrive(nbytes: int, in_threads: Callable[[Callable[[], None]], None]) -> None:
     assert Memory(nbytes).copied_by(Copier(in_threads))
     assert Memory(nbytes).copied_by(Copier())
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_torchs_threads_copy_where_it_has_several(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask_for_help(_: object) -> None:
+        pytest.fail("helpers are for where torch has one thread")
+
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    assert Memory(nbytes).copied_by(Copier(ask_for_help))
+
+
+def test_a_users_mode_sees_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    seen: list[object] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        assert Memory(2 * TORCH_FROM).copied_by(Copier())
+    assert not seen
 
 
 def test_help_that_comes_late_finds_nothing_to_do() -> None:

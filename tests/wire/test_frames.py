@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
+from telegrad.wire.frame_reader import READ_SIZE, FrameReader
 from telegrad.wire.frames import (
     HEADER,
     INLINE,
     LENGTHS,
     MAGIC,
     MAX_RECORD,
-    READ_SIZE,
+    STRIPED,
     VERSION,
     WHOLE,
     WITH_MEMORY,
     Frame,
     FrameKind,
-    FrameReader,
     SegmentSpec,
     align,
     encode_prefix,
@@ -150,7 +150,8 @@ def test_inline_bytes_of_large_frames_are_aligned() -> None:
 LYING = {
     "magic": HEADER.pack(b"HT", VERSION, WHOLE, 10),
     "version": HEADER.pack(MAGIC, VERSION + 1, WHOLE, 10),
-    "form": HEADER.pack(MAGIC, VERSION, 2, 10),
+    "form": HEADER.pack(MAGIC, VERSION, 3, 10),
+    "streams": HEADER.pack(MAGIC, VERSION, STRIPED, 10) + LENGTHS.pack(0, 2**24),
     "length of the record": HEADER.pack(MAGIC, VERSION, WHOLE, MAX_RECORD + 1),
     "length of the payload": HEADER.pack(MAGIC, VERSION, WITH_MEMORY, 10) + LENGTHS.pack(2**63, 0),
     "length of the data": HEADER.pack(MAGIC, VERSION, WITH_MEMORY, 10) + LENGTHS.pack(0, 2**63),

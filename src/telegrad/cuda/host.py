@@ -97,20 +97,28 @@ def to_device(buffer: Any, device: torch.device) -> torch.UntypedStorage:
 class DeviceBytes:
     """Bytes on the GPU that are to be written to a socket, in chunks."""
 
-    __slots__ = ("_address", "_device", "_nbytes", "_owner")
+    __slots__ = ("_address", "_device", "_nbytes", "_owner", "_stream")
 
-    def __init__(self, address: int, nbytes: int, device: int, owner: object) -> None:
+    def __init__(
+        self, address: int, nbytes: int, device: int, owner: object, stream: torch.cuda.Stream | None = None
+    ) -> None:
         self._address = address
         self._nbytes = nbytes
         self._device = device
         self._owner = owner
+        self._stream = stream  # that the copies follow; None for the one of the thread that asks for them
 
     def __len__(self) -> int:
         return self._nbytes
 
+    def part(self, start: int, stop: int) -> DeviceBytes:
+        """Some of these bytes, for another thread to write: they come after what is on this thread's stream."""
+        stream = self._stream or torch.cuda.current_stream(self._device)
+        return DeviceBytes(self._address + start, stop - start, self._device, self._owner, stream)
+
     def chunks(self) -> Iterator[memoryview]:
         """The bytes in order. Each chunk is valid until the next one is asked for."""
-        current = torch.cuda.current_stream(self._device)
+        current = self._stream or torch.cuda.current_stream(self._device)
         offsets = iter(range(0, self._nbytes, CHUNK))
         size = min(CHUNK, self._nbytes)
         buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(_AHEAD + 1)]

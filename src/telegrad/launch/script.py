@@ -132,7 +132,7 @@ class _Run:
         records = [
             m for kind in ("static", "open") for m in read_records(Prefixed(f"{where}/{kind}", self.store), seal)
         ]
-        if any(member.exited and member.name == process.name for member in records):
+        if any(member.ending and member.name == process.name for member in records):
             what = f"{process.name} exited normally without calling rpc.shutdown(); the others have lost what it held"
             say("telegrad run", what, "stderr")
 

@@ -2,8 +2,14 @@
 
 It is told by its owner through a socket, which it keeps: the other end closes when the owner ends, in any way at all,
 and then so does this process.
+
+It ends by `os._exit`, after all that the interpreter does for the user at its end: threads that are not daemons, exit
+handlers, the last output. What comes after that takes the GIL away from daemon threads for good, and one that is inside
+torch then, a thread that some call has started, aborts the process: C++ code cannot be unwound there.
 """
 
+import atexit
+import contextlib
 import importlib
 import os
 import pickle
@@ -52,6 +58,15 @@ def _receive_orders(line: socket.socket) -> Orders:
 
 def main(fd: int) -> None:
     """The whole life of a worker."""
+    status = 0
+    try:
+        _serve(fd)
+    except BaseException as error:
+        status = _status_of(error)
+    _end(status)
+
+
+def _serve(fd: int) -> None:
     line = socket.socket(fileno=fd)
     orders = _receive_orders(line)
     threading.Thread(target=_end_with_owner, args=(line,), name="end with owner", daemon=True).start()
@@ -64,7 +79,29 @@ def main(fd: int) -> None:
     rpc.shutdown()
 
 
+def _status_of(error: BaseException) -> int:
+    """What the interpreter would exit with; it would have shown the error, too."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return error.code or 0
+    sys.excepthook(type(error), error, error.__traceback__)
+    return 1
+
+
+def _end(status: int) -> None:
+    # As the interpreter does, in its order; it has no public names for these two.
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(status)
+
+
 def _end_with_owner(line: socket.socket) -> None:
     line.recv(1)  # the owner sends nothing more: this returns when it closes its end
-    sys.stdout.flush()
+    _flush()
     os._exit(0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            stream.flush()

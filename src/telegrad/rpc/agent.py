@@ -176,8 +176,8 @@ class Agent:
         served = [what for session in self.peers.sessions() for what in session.under_way()]
         return asked + served
 
-    def close(self, farewell: bool = True, exited: bool = False) -> None:
-        """End everything this agent owns; `exited` tells the others that its program ended without a shutdown."""
+    def close(self, farewell: bool = True, ending: str = "") -> None:
+        """End everything this agent owns; `ending` tells the others how its program ended without a shutdown."""
         with self._lock:
             if self.closing:
                 return
@@ -185,7 +185,7 @@ class Agent:
         for layer in self.layers:
             layer.on_close()
         if farewell:
-            goodbye = Goodbye(self.member.incarnation, exited)
+            goodbye = Goodbye(self.member.incarnation, ending)
             for session in self.peers.sessions():
                 session.farewell(goodbye)
             for link in self.peers.links():

@@ -16,6 +16,7 @@ import torch
 
 from telegrad import trace
 from telegrad.cuda import order
+from telegrad.errors import CallCancelled
 from telegrad.rpc.client.outcomes import OWN_END
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.threads.yield_turn import blocking
@@ -171,8 +172,8 @@ class Future(torch.futures.Future[T]):
             try:
                 torch._C.Future.wait(self)
             except BaseException as error:
-                if str(error).startswith(OWN_END):
-                    return  # by a shutdown or Ctrl-C: the program ends, and knows it
+                if isinstance(error, CallCancelled) or str(error).startswith(OWN_END):
+                    return  # it was meant to: by `cancel`, or by a shutdown or Ctrl-C that ends the program
                 log.warning(
                     "%s failed, and its future was dropped before anyone asked for the result: %s", self.what, error
                 )

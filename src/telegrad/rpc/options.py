@@ -10,6 +10,7 @@ import torch
 from telegrad.rpc.trust.exports import Limits
 from telegrad.transport.addresses import ALL_TRANSPORTS, TRANSPORTS
 from telegrad.transport.tls import Tls
+from telegrad.wire.parts import MOST_STREAMS
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
@@ -52,6 +53,9 @@ class RpcBackendOptions:
         connect_timeout: seconds that connecting to one worker may take.
         heartbeat: seconds of silence after which a worker that owes an answer is asked whether it lives; if it stays
             silent three times as long, it counts as dead.
+        tcp_connections: how many TCP connections to another worker carry a large tensor together, each in a thread of
+            its own; the smaller number of both ends is used. None for a number that suits the cores that this worker
+            has; 1 to use one.
         cuda_memory_share: the share of each GPU's memory that blocks for messages between workers on one host may take;
             beyond it messages go through host memory. Idle blocks are given back. 0 for none.
         max_message_bytes: a larger message is refused before memory is taken for it; others are told, and do not send
@@ -89,6 +93,7 @@ class RpcBackendOptions:
         heartbeat: float = 1.0,
         max_message_bytes: int = 64 * 2**30,
         cuda_memory_share: float = 0.1,
+        tcp_connections: int | None = None,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
@@ -109,6 +114,8 @@ class RpcBackendOptions:
             raise ValueError(f"max_message_bytes must be at least {LEAST_MESSAGE_BYTES}, got {max_message_bytes}")
         if not 0 <= cuda_memory_share <= 1:
             raise ValueError(f"cuda_memory_share must be within 0..1, got {cuda_memory_share}")
+        if tcp_connections is not None and not 1 <= tcp_connections <= MOST_STREAMS:
+            raise ValueError(f"tcp_connections must be within 1..{MOST_STREAMS} or None, got {tcp_connections}")
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
         self.num_worker_threads = num_worker_threads
@@ -131,6 +138,7 @@ class RpcBackendOptions:
         self.heartbeat = float(heartbeat)
         self.max_message_bytes = max_message_bytes
         self.cuda_memory_share = float(cuda_memory_share)
+        self.tcp_connections = tcp_connections
         # Names of torch's transports and channels: accepted so that programs run, without effect here.
         self._transports = _transports
         self._channels = _channels

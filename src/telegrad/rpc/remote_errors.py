@@ -76,7 +76,7 @@ def _section(error: BaseException) -> Iterator[str]:
     for each in _chain(error):
         if each is not error:
             yield from _frames(each, full)
-            yield f"  {_one_line(each)}"
+            yield f"  {in_one_line(each)}"
             yield from _came_with(each)
             yield "  which led to:"
     yield from _frames(error, full)
@@ -125,7 +125,8 @@ def _remote_notes(error: BaseException) -> list[RemoteNote]:
     return [note for note in getattr(error, "__notes__", ()) if isinstance(note, RemoteNote)]
 
 
-def _one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
+    """The type and the first line of the text."""
     text = _shown(str, error).split("\n", 1)[0]
     return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
 

@@ -14,6 +14,7 @@ from telegrad.rpc.threads.timer import Timer
 from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.transport.blocks.copying import Helpers
+from telegrad.transport.stripes.threads import PartThreads
 
 
 class Runtime:
@@ -28,6 +29,7 @@ class Runtime:
         self.layers = Layers()
         self.io_threads = IoThreads(name, options.num_worker_threads)
         self.helpers = Helpers(name)  # copy parts of large tensors
+        self.part_threads = PartThreads(name)  # send and receive parts of large tensors
         self.timer = Timer(name)
         self.delayed_flush = DelayedFlush(self.timer)
         self.warnings = LimitedLog(logging.getLogger("telegrad.rpc"))  # of what peers do wrong
@@ -51,3 +53,4 @@ class Runtime:
         self.timer.close()
         self.io_threads.close()
         self.helpers.close()
+        self.part_threads.close()

@@ -57,7 +57,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     gpus: tuple[str, ...] = ()  # the UUIDs of the GPUs it sees, in its own order
     devices: tuple[str, ...] = ()  # the devices it was told to use, if it was
     certificate: bytes = b""  # fingerprint of the one it shows on TCP; empty if it speaks no TLS
-    exited: bool = False  # it leaves because its program ended, without a shutdown
+    ending: str = ""  # in words, if it leaves because its program ended without a shutdown
 
     def __repr__(self) -> str:
         return f"<Member {self.name!r}: id {self.worker_id}, incarnation {self.incarnation:x}>"
@@ -97,7 +97,7 @@ class Directory:
         self._by_name: dict[str, Member] = {}
         self._latest: dict[WorkerId, Incarnation] = {}  # of each id, whether it is still there or not
         self._left: dict[str | int, Member] = {}  # those who left on purpose, by name and by id
-        self._exited: set[Incarnation] = set()  # those of them whose program ended without a shutdown
+        self._endings: dict[Incarnation, str] = {}  # of those whose program ended without a shutdown
 
     def update(self, members: Iterable[Member]) -> list[Member]:
         """Take in what was published; those that were replaced by a newer incarnation, or that left."""
@@ -108,8 +108,8 @@ class Directory:
                 if member.leaving:
                     if known is not None and known.incarnation == member.incarnation:
                         self._drop(known)
-                        if member.exited:
-                            self._exited.add(member.incarnation)
+                        if member.ending:
+                            self._endings[member.incarnation] = member.ending
                         self._left[known.name] = self._left[int(known.worker_id)] = known
                         gone.append(known)
                 elif not self._is_old_news(member):
@@ -161,9 +161,9 @@ class Directory:
         left = self._left.get(int(member.worker_id))
         return left is not None and left.incarnation == member.incarnation
 
-    def has_exited(self, member: Member) -> bool:
-        """Whether this incarnation left because its program ended, without a shutdown."""
-        return member.incarnation in self._exited
+    def ending_of(self, member: Member) -> str:
+        """How the program of this incarnation ended, if it left because of that and without a shutdown."""
+        return self._endings.get(member.incarnation, "")
 
     def who_left(self, who: str | int) -> Member | None:
         """The member of that name or id that was here and left."""

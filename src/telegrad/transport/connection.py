@@ -1,4 +1,4 @@
-"""A connection sends and receives whole messages over one stream.
+"""A connection sends and receives whole messages over one stream, and large tensors over several where it has them.
 
 Small messages are one piece and may wait to share a write. Where the memory of tensors goes is decided in
 `tensor_memory.py`, whose notices travel between the messages; nobody above sees them.
@@ -12,13 +12,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from telegrad.cuda import host, order
-from telegrad.errors import SerializationError
+from telegrad.errors import AuthenticationError, ProtocolError, SerializationError
+from telegrad.transport.addresses import Address
 from telegrad.transport.blocks.heap import Heap
 from telegrad.transport.device.channel import DeviceChannel
-from telegrad.transport.stream import Stream
+from telegrad.transport.stream import SocketStream, Stream
+from telegrad.transport.stripes.gathering import Gathering
+from telegrad.transport.stripes.stripes import Stripes
+from telegrad.transport.stripes.threads import PartThreads
 from telegrad.transport.tensor_memory import BLOCK_NOTICES, TensorMemory
-from telegrad.wire.frames import NOTICE, Frame, FrameReader, encode_prefix, encode_whole
+from telegrad.wire.block_notices import StripesReady
+from telegrad.wire.frame_reader import FrameReader
+from telegrad.wire.frames import NOTICE, STRIPED, Frame, encode_prefix, encode_whole
 from telegrad.wire.messages import AnyMessage
+from telegrad.wire.parts import STRIPE_FROM
 from telegrad.wire.tensor.segments import Segment
 from telegrad.wire.tensor.specs import TensorSpec
 
@@ -42,6 +49,12 @@ class Connection:
         self.on_blocked = on_blocked
         self.peer = "the peer"  # its name, for errors
         self.peer_takes = max_frame  # bytes in one message that it does not refuse
+        self.number = 0  # what its side streams name it by
+        self.address: Address | None = None  # where it was dialled
+        self.on_large: Callable[[], None] | None = None  # called once, when a message could use several streams
+        self.stripes: Stripes | None = None  # the streams beside this one, once both ends have them all
+        self.gathering: Gathering | None = None  # those of them that have come, where this end accepts them
+        self._striped = False  # whether what is sent may use them
         self._reader = FrameReader(heap.allocate, max_frame)
         self._write_lock = threading.Lock()
         self.memory = TensorMemory(stream, self._tell)
@@ -93,6 +106,11 @@ class Connection:
             in_blocks = False
         else:
             table, inline, length, in_blocks = self.memory.place(tensors, memory)  # type: ignore[arg-type] # not bytes
+            if length >= STRIPE_FROM and self._uses_stripes():
+                prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length, STRIPED)
+                self._check_size([prefix, payload, *inline])
+                self._write_striped([prefix, payload], inline, length, deadline)
+                return None
             prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length)
             buffers = [prefix, payload, *inline]
         if sum(map(len, buffers)) > SMALL_FRAME:
@@ -186,6 +204,23 @@ class Connection:
                 self.stream.close()
             raise
 
+    def _uses_stripes(self) -> bool:
+        """A large message is to be sent: whether over several streams. If there are none, somebody may see to it."""
+        if not self._striped:
+            self._could_use_stripes()
+        return self._striped
+
+    def _write_striped(self, lead: list[Any], data: list[Any], length: int, deadline: float | None) -> None:
+        """Write a message whose `data` goes over several streams. Nobody else writes to any of them meanwhile."""
+        assert self.stripes is not None
+        if not self._write_lock.acquire(False):
+            self._wait_to_write(deadline)
+        try:
+            self._write_with_held(lead, deadline)
+            self.stripes.send(data, length, deadline, self.on_blocked)
+        finally:
+            self._write_lock.release()
+
     def _wait_to_write(self, deadline: float | None) -> None:
         if deadline is None:
             self._write_lock.acquire()
@@ -203,9 +238,11 @@ class Connection:
         reader, stream = self._reader, self.stream
         count = stream.receive_into(reader.target)
         if count <= 0:
-            return [] if count < 0 else None
+            if not reader.waiting:
+                return [] if count < 0 else None
+            count = 0  # a message has come but for its parts on other streams
         frames = reader.received(count)
-        while stream.pending:  # else nobody would be told that there is more
+        while stream.pending and not reader.waiting:  # else nobody would be told that there is more
             frames += reader.received(max(0, stream.receive_into(reader.target)))
         return self._for_others(frames) if reader.has_memory else frames
 
@@ -217,6 +254,9 @@ class Connection:
             if frame.kind == NOTICE and type(frame.message) in BLOCK_NOTICES:
                 self.memory.heard(frame.message)
                 continue
+            if type(frame.message) is StripesReady and frame.kind == NOTICE:
+                self._heard_of_stripes(frame.message)
+                continue
             if frame.segments:
                 self.memory.find(frame)
             kept.append(frame)
@@ -226,8 +266,67 @@ class Connection:
                 frame.arrived = arrived
         return kept
 
+    # --- several streams ---
+
+    def could_widen(self, act: Callable[[], None]) -> None:
+        """Have `act` called once, when a message comes or goes that could use several streams."""
+        self.on_large = act
+        self._reader.on_large = self._could_use_stripes
+
+    def _could_use_stripes(self) -> None:
+        act, self.on_large = self.on_large, None
+        self._reader.on_large = None
+        if act is not None:
+            act()
+
+    def attach(self, sides: Sequence[SocketStream], threads: PartThreads) -> Stripes:
+        """The streams beside this one: the peer may use them from now on. They end with the connection."""
+        assert isinstance(self.stream, SocketStream)
+        stripes = Stripes(self.stream, sides, threads)
+        self.stripes = stripes
+        self._reader.arriving = stripes.arriving
+        if self.closed:  # by another thread, which may not have seen them
+            stripes.close()
+        return stripes
+
+    def gather(self, sides: int) -> Gathering:
+        """Where the streams beside this one are put until all have come."""
+        with self._write_lock:
+            if self.gathering is None:
+                self.gathering = Gathering(sides)
+            if self.closed or self.gathering.sides != sides:
+                raise AuthenticationError("the connection has ended, or was to have others beside it")
+            return self.gathering
+
+    def use_stripes(self, deadline: float) -> None:
+        """Send large messages over all streams from now on, and let the peer do so."""
+        assert self.stripes is not None
+        self._tell(StripesReady(self.stripes.count))
+        self.flush(deadline)
+        self._striped = True
+
+    def _heard_of_stripes(self, message: StripesReady) -> None:
+        if self.stripes is None or message.connections != self.stripes.count:
+            raise ProtocolError(f"the peer speaks of {message.connections} connections beside each other; it has fewer")
+        self._striped = True
+
+    @property
+    def last_progress(self) -> float:
+        """When the peer last took in more of what is written to it, or sent a piece of what it divided."""
+        stripes = self.stripes
+        return self.stream.last_written if stripes is None else max(self.stream.last_written, stripes.last_progress)
+
+    def peer_host_answers(self, seconds: float) -> bool:
+        """Whether the peer's kernel confirmed something within `seconds`, whatever its process does."""
+        answers = self.stream.peer_host_answers(seconds)
+        return answers or (self.stripes is not None and self.stripes.peer_host_answers(seconds))
+
     def close(self) -> None:
         """End the connection; tensors that alias its blocks stay valid."""
         self.closed = True
+        if self.gathering is not None:
+            self.gathering.close()
+        if self.stripes is not None:
+            self.stripes.close()
         self.stream.close()
         self.memory.close()

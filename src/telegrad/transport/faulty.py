@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import HEADER, WHOLE_FRAME, decode_record
+from telegrad.wire.frames import HEADER, WHOLE_BEGINS, decode_record
 from telegrad.wire.messages import AnyMessage
 
 log = logging.getLogger("telegrad.transport")
@@ -111,7 +111,7 @@ class FaultyConnection:
 
     def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
         """The same for a frame that was encoded before."""
-        if frame[: len(WHOLE_FRAME)] == WHOLE_FRAME:
+        if frame[: len(WHOLE_BEGINS)] == WHOLE_BEGINS:
             found = decode_record(memoryview(frame)[HEADER.size :])
             content = (found.payload, found.tensors, bytes(found.data or b""))
             self.send(found.kind, found.request_id, found.ack, found.message, *content, deadline=deadline, hold=hold)

@@ -24,7 +24,7 @@ from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
 from telegrad.wire.frames import MAX_FRAME
 
 MAGIC = b"TGRD"
-PROTOCOL = 3  # to be raised with every change of what is said here, of frames, or of the fields of a message
+PROTOCOL = 4  # to be raised with every change of what is said here, of frames, or of the fields of a message
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TICKET_BYTES = 16
@@ -54,6 +54,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     main_module: str  # fingerprint of __main__, so that its functions may travel by name
     takes_bytes: int = MAX_FRAME  # a larger message it would refuse, so none should be sent
     ticket: bytes = b""  # drawn for the link: whoever resumes it must have it, and its two ends alone do
+    connection: int = 0  # drawn for the connection, so that others can be put beside it
+    side: int = 0  # the place of this one beside that connection, which is 0 itself
+    sides: int = 0  # how many there will be
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -66,6 +69,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     shared_memory: bool
     main_module: str
     takes_bytes: int = MAX_FRAME
+    tcp_connections: int = 1  # how many it takes for one link
 
 
 _encode = msgspec.msgpack.Encoder().encode

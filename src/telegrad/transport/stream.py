@@ -58,6 +58,15 @@ class Stream(Protocol):
     def delivered(self) -> bool:
         """Whether all that was written has reached the peer's host, so that closing this end loses none of it."""
 
+    def hold_until(self, ready: Callable[[float], bool]) -> None:
+        """Let `readable` be `ready` until `go_on`: what the socket has is not to be read before."""
+
+    def go_on(self) -> None:
+        """What the socket has may be read again."""
+
+    def abort(self) -> None:
+        """Nothing more can be sent or read: whoever waits at either end learns so."""
+
     def close(self) -> None:
         """End the stream at once."""
 
@@ -69,10 +78,12 @@ class SocketStream:
 
     def __init__(self, sock: socket.socket, kind: str, lane: "Lane | None" = None) -> None:
         sock.setblocking(False)
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
+            # The buffers of TCP are the kernel's to size: it measures the way to the peer, which a fixed size ends.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
         self.kind = kind
         self.lane = lane
         self.broken = False
@@ -132,6 +143,18 @@ class SocketStream:
                 writable = select.poll()
                 writable.register(self._socket, select.POLLOUT)
                 writable.poll(None if left is None else left * 1000 + 1)
+
+    def hold_until(self, ready: Callable[[float], bool]) -> None:
+        """Let `readable` be `ready` until `go_on`: what the socket has is not to be read before."""
+        self.readable = ready  # type: ignore[method-assign,assignment] # so that it costs nothing where it is not used
+
+    def go_on(self) -> None:
+        """What the socket has may be read again."""
+        self.__dict__.pop("readable", None)
+
+    def abort(self) -> None:
+        """Nothing more can be sent or read: whoever waits at either end learns so."""
+        self._break()
 
     def _break(self) -> None:
         """A part of a message was written and the rest will not be: nothing can follow it."""

@@ -109,6 +109,8 @@ class TlsStream(SocketStream):
     def _receive_into(self, view: memoryview) -> int:
         count: int = 0
         limit = min(len(view), _MOST_AT_ONCE)
+        if not limit:
+            return 0
         raw = self._raw
         if limit > len(raw) < _READ_LARGE:
             self._raw = raw = memoryview(bytearray(_READ_LARGE))

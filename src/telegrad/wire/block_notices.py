@@ -1,4 +1,4 @@
-"""What the two ends of a connection tell each other about the blocks of memory that tensors travel in.
+"""What the two ends of a connection tell each other about how tensors travel: the blocks of memory, and the streams.
 
 Nobody above the connection sees these records. They are messages like the others (`messages.py`).
 """
@@ -54,6 +54,18 @@ class RetireDeviceBlocks(BlockNotice, frozen=True, tag=83):
     blocks: tuple[int, ...]
 
 
+class StripesReady(BlockNotice, frozen=True, tag=84):
+    """All connections that large messages may be divided among are there: so many."""
+
+    connections: int
+
+
 AnyBlockNotice = (
-    ReleaseBlocks | RetireBlocks | AnnounceDeviceBlock | DeviceBlockOpened | DeviceBlocksClosed | RetireDeviceBlocks
+    ReleaseBlocks
+    | RetireBlocks
+    | AnnounceDeviceBlock
+    | DeviceBlockOpened
+    | DeviceBlocksClosed
+    | RetireDeviceBlocks
+    | StripesReady
 )

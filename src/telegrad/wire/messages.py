@@ -280,9 +280,11 @@ class Ping(Message, frozen=True, tag=40):
 
 
 class Exhausted(Message, frozen=True, tag=48):
-    """All my threads are taken by what was asked of me; what you ask waits until one is free."""
+    """What you ask waits: all my threads are taken, or I read no more until some of your requests are done. Neither, as
+    two zeros, if I read on."""
 
     threads: int
+    running: int  # requests of yours: the most I take
 
 
 class Barrier(Message, frozen=True, tag=41):
@@ -305,7 +307,7 @@ class Goodbye(Message, frozen=True, tag=45):
     """I am leaving on purpose; what you still ask of me will not be answered."""
 
     incarnation: Incarnation
-    exited: bool  # its program ended without calling shutdown
+    ending: str  # in words, if its program ended without calling shutdown; else empty
 
 
 class DialBack(Message, frozen=True, tag=49):

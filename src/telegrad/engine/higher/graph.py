@@ -148,6 +148,12 @@ class RecordedGraph(Graph):
         with hooks_held([self.leaves[leaf] for leaf in leaves], first):
             return self._call(roots, wanted, False)[: len(leaves)]
 
+    def _run_to(self, stop: GradientEdge, roots: list[Root]) -> None:
+        if not self._only:
+            super()._run_to(stop, roots)
+        else:  # the engine leaves out what leads to nothing that it is asked for
+            self._ask(list(self.leaves), [*roots, (stop, torch.empty(0))])
+
 
 class RecordedSums(LeafSums):
     """Sums that are part of a graph: none is changed in place."""

@@ -5,16 +5,18 @@ above them stands a node whose backward raises: it comes when everything inside 
 Raising from a node of its own, not from a hook of the last node inside, lets that one, too, release what it saved.
 
 The number orders nodes and does nothing else, and it is given back after the call. Two calls that order the same nodes
-differently must not overlap: the caller claims them.
+differently must not overlap: the caller claims them. Leaves need no claim. They are outside of every cut, so those that
+overlap agree, and the last one gives the number back; to any other call the order of a leaf makes no difference.
 """
 
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, anchored
 
@@ -22,8 +24,9 @@ _LAST, _OUTSIDE, _STOP, _INSIDE = range(4)  # sequence numbers, taken from the h
 
 
 @contextmanager
-def cut_before(outside: Collection[Any], inside: Collection[Any]) -> Iterator[GradientEdge]:
-    """Within, an engine call with the edge yielded among its roots runs the nodes `inside` and ends before `outside`.
+def cut_before(outside: Collection[Any], leaves: Collection[Any], inside: Collection[Any]) -> Iterator[GradientEdge]:
+    """Within, an engine call with the edge yielded among its roots runs the nodes `inside` and ends before `outside`
+    and before `leaves`, the nodes of leaf tensors.
 
     The calling thread does all of it, whatever devices the nodes are for: each device's thread has a queue of its own
     otherwise, and no order holds between two.
@@ -31,6 +34,7 @@ def cut_before(outside: Collection[Any], inside: Collection[Any]) -> Iterator[Gr
     stop = anchored(_Stop)
     kept = [(node, node._sequence_nr()) for node in outside]
     early = [(node, number) for node in inside if (number := node._sequence_nr()) < _INSIDE]
+    _postpone(leaves)
     try:
         for node, _ in early:
             node._set_sequence_nr(_INSIDE)
@@ -46,6 +50,29 @@ def cut_before(outside: Collection[Any], inside: Collection[Any]) -> Iterator[Gr
         empty_queue()  # before the numbers change back: the queue is a heap, ordered by them
         for node, number in kept + early:
             node._set_sequence_nr(number)
+        _restore(leaves)
+
+
+_postponed: dict[Node, tuple[int, int]] = {}  # a leaf's node -> calls that are to end before it, and its own number
+_postponed_lock = threading.Lock()
+
+
+def _postpone(leaves: Collection[Any]) -> None:
+    with _postponed_lock:
+        for node in leaves:
+            calls, number = _postponed.get(node) or (0, node._sequence_nr())
+            _postponed[node] = calls + 1, number
+            node._set_sequence_nr(_OUTSIDE)
+
+
+def _restore(leaves: Collection[Any]) -> None:
+    with _postponed_lock:
+        for node in leaves:
+            calls, number = _postponed.pop(node)
+            if calls > 1:
+                _postponed[node] = calls - 1, number
+            else:
+                node._set_sequence_nr(number)
 
 
 def empty_queue() -> None:

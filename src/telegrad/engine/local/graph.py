@@ -197,17 +197,29 @@ class Graph:
         if not roots:
             return collected
         inside = {*nodes, _ANCHOR, None}
-        beyond = {node: {child for child, _ in self.edges[node]} - inside for node in nodes}
-        leaving = [node for node, children in beyond.items() if children]
-        outside = {child for children in beyond.values() for child in children if child and child not in self.leaves}
+        beyond: set[Node | None] = set()
+        leaving: list[Node] = []
+        for node in nodes:
+            for child, _ in self.edges[node]:
+                if child not in inside:
+                    beyond.add(child)
+                    if not leaving or leaving[-1] is not node:
+                        leaving.append(node)
+        leaves = beyond & self.leaves.keys()
+        outside = beyond - leaves
         handles = [node.register_hook(partial(self._collect, collected, node, inside)) for node in leaving]
         try:
-            with claimed([*nodes, *outside]), cut_before(outside, nodes) as stop:
-                self._ask(list(self.leaves), [*roots, (stop, torch.empty(0))])
+            with claimed([*nodes, *outside]), cut_before(outside, leaves, nodes) as stop:
+                self._run_to(stop, roots)
         finally:
             for handle in handles:
                 handle.remove()
         return collected
+
+    def _run_to(self, stop: GradientEdge, roots: list[Root]) -> None:
+        """The engine call of a cut. It is asked for nothing: naming the leaves would cost the engine a second walk over
+        all that lies behind the cut, and they are not visited anyway."""
+        self._call([*roots, (stop, torch.empty(0))], (), True)
 
     def _collect(
         self, collected: list[Root], node: Node, inside: set[Node | None], leaving: Gradients, _: object

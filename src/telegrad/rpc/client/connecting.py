@@ -137,9 +137,9 @@ class Connecting:
 
     # --- losing it ---
 
-    def said_goodbye(self, exited: bool) -> None:
-        """The worker leaves on purpose."""
-        self._events.said_goodbye(self.member, exited)
+    def said_goodbye(self, ending: str) -> None:
+        """The worker leaves on purpose, or its program ended."""
+        self._events.said_goodbye(self.member, ending)
 
     def lost(self, connection: Connection) -> None:
         """The connection ended. Dial again at once: a living worker answers, a dead one refuses."""

@@ -19,7 +19,7 @@ from telegrad.rpc.client.function_table import FunctionTable
 from telegrad.rpc.client.outcomes import LinkEvents
 from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
-from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, timeout_error
+from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, LateCalls, timeout_error
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.torch_modes import stand_in
@@ -43,7 +43,8 @@ class Link(Connecting):
         super().__init__(runtime, events, member, number)
         self._audit = runtime.layers.audit
         self.functions = FunctionTable(member.name)
-        self.exhausted = (0.0, 0)  # when the worker last said that all its threads are taken, and how many
+        self.exhausted = (0.0, 0, 0)  # when the worker last said that what is asked waits, and why (`Exhausted`)
+        self._late = LateCalls(self, self.completion.settle)
         self._notice_ids = itertools.count(1)
         self.replies = ReplyReader(self)
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
@@ -216,22 +217,20 @@ class Link(Connecting):
     def expire(self) -> None:
         """The timer: a deadline of a future may have passed."""
         late, again = self.pending.expired(time.monotonic())
-        for slot in late:
-            self.timed_out(slot)
-            slot.error = self.timeout_error(slot)
-        self.completion.settle(late)
+        if late:
+            self._late.add(late)
         if again != FOREVER:
             self.runtime.timer.at(again, self.expire)
 
     def last_sign(self) -> float:
         """When the worker was last heard, or took in more of what is being written to it."""
         connection = self.current
-        return max(self.replies.receiver.last_heard, 0.0 if connection is None else connection.stream.last_written)
+        return max(self.replies.receiver.last_heard, 0.0 if connection is None else connection.last_progress)
 
     def host_answers(self, seconds: float) -> bool:
         """Whether the worker's kernel confirmed a ping within `seconds`, though the worker itself says nothing."""
         connection = self.current
-        return connection is not None and connection.stream.peer_host_answers(seconds)
+        return connection is not None and connection.peer_host_answers(seconds)
 
     def tidy(self, before: float) -> None:
         """Return memory that has been idle since `before`; the worker's own word on that is read by the I/O threads."""

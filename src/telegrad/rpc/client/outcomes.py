@@ -38,7 +38,7 @@ class LinkEvents(Protocol):
     def unanswered(self, member: Member, why: str) -> None:
         """Nobody listens any more where a worker did: it is gone for good."""
 
-    def said_goodbye(self, member: Member, exited: bool) -> None:
+    def said_goodbye(self, member: Member, ending: str) -> None:
         """The worker leaves on purpose; nothing more comes from it."""
 
 

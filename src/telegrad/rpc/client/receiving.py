@@ -27,7 +27,7 @@ class ReceivingLink(Protocol):
     member: Member
     pending: Pending
     completion: Completion
-    exhausted: tuple[float, int]
+    exhausted: tuple[float, int, int]
 
     def lost(self, connection: Connection) -> None:
         """The connection ended."""
@@ -35,7 +35,7 @@ class ReceivingLink(Protocol):
     def break_off(self, connection: Connection, error: TelegradError) -> None:
         """The worker sends nonsense."""
 
-    def said_goodbye(self, exited: bool) -> None:
+    def said_goodbye(self, ending: str) -> None:
         """The worker leaves on purpose."""
 
 
@@ -105,9 +105,9 @@ class Receiver:
 
     def _hear(self, message: AnyMessage) -> None:
         if type(message) is Goodbye:
-            self._link.said_goodbye(message.exited)
+            self._link.said_goodbye(message.ending)
         elif type(message) is Exhausted:
-            self._link.exhausted = (time.monotonic(), message.threads)
+            self._link.exhausted = (time.monotonic(), message.threads, message.running)
 
     def _hear_late(self, frame: Frame) -> None:
         """Nobody waits for this reply: its caller gave up, or it is a second copy."""

@@ -16,7 +16,8 @@ from telegrad.rpc.workers import Member
 from telegrad.wire.messages import AnyMessage, Barrier, BarrierReply
 
 _ASK_SECONDS = 1.0
-_NEWS_SECONDS = 0.5  # between looks, while waiting, whether another worker should coordinate by now
+# Between looks, while waiting, whether another worker should coordinate by now: at first, and at most.
+_NEWS_SECONDS, _MOST_NEWS_SECONDS = 0.5, 8.0
 
 
 class Barriers(Layer):
@@ -117,9 +118,11 @@ def _arrive(agent: Agent, coordinator: Member, message: Barrier, deadline: float
         what=lambda: f"reaching the barrier {message.key!r}",
         complete=lambda _: wakeup.set(),
     )
+    pause = _NEWS_SECONDS
     while not slot.done:
         with blocking():
-            wakeup.wait(_NEWS_SECONDS)
+            wakeup.wait(pause)
+        pause = min(2 * pause, _MOST_NEWS_SECONDS)  # all who wait look, in one store
         if not slot.done:
             agent.peers.look_for_news()
             if (

@@ -206,19 +206,19 @@ def _publish(member_log: MemberLog, member: Member) -> None:
         )
 
 
-def leave(agent: Agent, quietly: bool = False, exited: bool = False) -> None:
+def leave(agent: Agent, quietly: bool = False, ending: str = "") -> None:
     """Record that this worker is gone, unless `quietly`; what becomes of the rendezvous store is up to others."""
     if agent.member_log is not None and not quietly:
         try:
-            agent.member_log.publish(_last_record(agent, exited))
+            agent.member_log.publish(_last_record(agent, ending))
         except RuntimeError as error:
             log.debug("the rendezvous store is gone: %s", error)
     if agent.store_recovery is not None:
         agent.store_recovery.close()
 
 
-def _last_record(agent: Agent, exited: bool) -> Member:
-    return msgspec.structs.replace(agent.member, leaving=True, exited=exited, secret=b"")
+def _last_record(agent: Agent, ending: str) -> Member:
+    return msgspec.structs.replace(agent.member, leaving=True, ending=ending, secret=b"")
 
 
 def end_job(agent: Agent) -> None:
@@ -230,9 +230,9 @@ def end_job(agent: Agent) -> None:
             log.debug("the rendezvous store is gone: %s", error)
 
 
-def let_go_of_store(agent: Agent, exited: bool = False) -> None:
+def let_go_of_store(agent: Agent, ending: str = "") -> None:
     """Let the store go. If it is in this process, that ends it for all."""
     member_log, agent.member_log = agent.member_log, None
     if member_log is not None:
-        member_log.say_last(_last_record(agent, exited))
+        member_log.say_last(_last_record(agent, ending))
         member_log.lose()

@@ -16,6 +16,7 @@ from telegrad.errors import AlreadyInitialized, RendezvousError, ShutdownError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
 from telegrad.rpc.job.barrier import ask_who_is_missing, barrier
+from telegrad.rpc.job.ending import ending_at_exit, ending_by
 from telegrad.rpc.job.environment import detect
 from telegrad.rpc.job.join import end_job, leave, let_go_of_store, start
 from telegrad.rpc.job.membership import Membership
@@ -94,9 +95,13 @@ class Joined:
     def __enter__(self) -> WorkerInfo:
         return self._agent.info
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if current_agent() is self._agent:  # else the block has called `shutdown` itself
-            shutdown(graceful=kind is None)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if current_agent() is not self._agent:
+            return  # the block has called `shutdown` itself
+        if error is None:
+            shutdown()
+        else:
+            _end_early(self._agent, ending_by(error, tells_text=not self._agent.layers.plain))
 
 
 def start_worker(
@@ -214,11 +219,20 @@ def _deliver(agent: Agent, deadline: float) -> None:
 
 def _at_exit() -> None:
     agent = current_agent()
-    if agent is not None:  # the program ends without a shutdown: the others are told so
-        set_current_agent(None)
-        leave(agent, exited=True)
-        agent.close(exited=True)
-        let_go_of_store(agent, exited=True)
+    if agent is not None:
+        _end_early(agent, ending_at_exit(tells_text=not agent.layers.plain))
+
+
+def _end_early(agent: Agent, ending: str) -> None:
+    """This worker's part ends without a shutdown: the others are told so, and how."""
+    with _lock:
+        if current_agent() is agent:
+            set_current_agent(None)
+    leave(agent, ending=ending)
+    agent.close(ending=ending)
+    let_go_of_store(agent, ending=ending)
+    return_share()
+    interrupts.uninstall()
 
 
 atexit.register(_at_exit)

@@ -28,7 +28,7 @@ from telegrad.transport.connection import Connection
 from telegrad.transport.credentials import Credentials, credentials_of
 from telegrad.transport.handshake import Hello, ListenerHandshake, Welcome
 from telegrad.transport.memory import MemoryListener
-from telegrad.transport.stream import receive_lane
+from telegrad.transport.stream import SocketStream, receive_lane
 from telegrad.transport.tls import TlsEnds, check_name
 from telegrad.transport.tls_stream import TlsSocket
 
@@ -66,7 +66,8 @@ class _HalfOpen:
 
 
 class Acceptor:
-    """Accepts connections. `admit(hello, caller)` says whether one that proved itself is welcome, and as what."""
+    """Accepts connections. `admit(hello, caller)` says whether one that proved itself is welcome, and as what. One that
+    belongs beside another goes to `beside` before it is told so: its peer may use it at once."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Acceptor:
         timer: Timer,
         admit: Callable[[Hello, Caller], Welcome],
         admitted: Callable[[Hello, Welcome, Connection], None],
+        beside: Callable[[Hello, SocketStream], None],
         tls: TlsEnds | None = None,
     ) -> None:
         self._listeners = listeners
@@ -86,6 +88,7 @@ class Acceptor:
         self._timer = timer
         self._admit = admit
         self._admitted = admitted
+        self._beside = beside
         self._tls = tls
         self._half_open: dict[int, _HalfOpen] = {}
         self._budget = TokenBucket(_ACCEPT_RATE, _ACCEPT_BURST)
@@ -216,6 +219,9 @@ class Acceptor:
                 lane_socket = receive_lane(sock)
         try:
             welcome = self._admit(hello, Caller(entry.process, encrypted))
+            kind = UNIX if sock.family == socket.AF_UNIX else TCP
+            if hello.side:
+                self._beside(hello, stream_over(sock, kind, None))
             sock.send(handshake.welcome(welcome))
         except BaseException:
             if lane_socket is not None:
@@ -223,10 +229,12 @@ class Acceptor:
             raise
         self._half_open.pop(fd, None)
         self._io_threads.forget(fd)
-        kind = UNIX if sock.family == socket.AF_UNIX else TCP
+        if hello.side:
+            return
         stream = stream_over(sock, kind, lane_over(lane_socket, welcome.shared_memory))
         connection = Connection(stream, max_frame=self._options.max_message_bytes)
         connection.peer, connection.peer_takes = f"worker {hello.name!r}", hello.takes_bytes
+        connection.number = hello.connection
         self._admitted(hello, welcome, connection)
 
     def _drop(self, fd: int, why: str) -> None:

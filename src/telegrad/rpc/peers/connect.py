@@ -4,21 +4,25 @@ Both sides say who they are, which incarnation they mean, and what they can take
 in `dial.py` and `accept.py`; here is what is said, and how long a worker that does not answer is dialled.
 """
 
+import functools
 import hmac
+import secrets
 import time
 from collections.abc import Callable
 
 from telegrad.errors import AuthenticationError, ProtocolError, WorkerDied
 from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.peers.accept import Acceptor, Caller
-from telegrad.rpc.peers.dial import dial, main_fingerprint
+from telegrad.rpc.peers.dial import dial, dial_address, main_fingerprint
 from telegrad.rpc.peers.heartbeat import REDIAL_SECONDS, cannot_answer
 from telegrad.rpc.peers.peers import MOST_SESSIONS, Peers
+from telegrad.rpc.peers.widen import Widening
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.workers import Directory, Member
-from telegrad.transport.addresses import Listeners, host_identity
+from telegrad.transport.addresses import TCP, Listeners, host_identity
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello, Refused, Welcome
+from telegrad.transport.stream import SocketStream
 from telegrad.transport.tls import TlsEnds
 
 
@@ -45,8 +49,17 @@ class Connector:
         # What is done to each connection this worker dials; tests put faults there.
         self.fit_out: Callable[[Connection], Connection] = lambda connection: connection
         self._main = "" if self._options.exports_only else main_fingerprint()  # nobody's concern there
+        self._widening = Widening(runtime, functools.partial(directory.workers_here, me))
         self._acceptor = Acceptor(
-            listeners, secret, self._options, runtime.io_threads, runtime.timer, self._admit, self._admitted, tls
+            listeners,
+            secret,
+            self._options,
+            runtime.io_threads,
+            runtime.timer,
+            self._admit,
+            self._admitted,
+            self._beside,
+            tls,
         )
 
     def open(self) -> None:
@@ -72,6 +85,7 @@ class Connector:
             self._main,
             options.max_message_bytes,
             ticket,
+            secrets.randbits(63) or 1,
         )
         last_try = time.monotonic() + options.connect_timeout
         while True:
@@ -94,7 +108,21 @@ class Connector:
                     return Unanswered(str(error), gone)
                 time.sleep(REDIAL_SECONDS)
             else:
+                if connection.stream.kind == TCP:
+                    self._watch(connection, member, hello, welcome)
                 return Dialled(self.fit_out(connection), welcome.main_module != self._main)
+
+    def _watch(self, connection: Connection, member: Member, hello: Hello, welcome: Welcome) -> None:
+        """Have others put beside a connection over TCP when a large message comes by."""
+        address = connection.address
+        assert address is not None
+
+        def dial_side(beside: Hello, deadline: float) -> SocketStream:
+            secret = self._secret_of(member)
+            return dial_address(address, member, beside, secret, self._options, deadline, self._tls)[0]
+
+        most = min(self._widening.most(bool(member.certificate)), welcome.tcp_connections)
+        self._widening.watch(connection, hello, most, dial_side)
 
     def _secret_of(self, member: Member) -> bytes:
         """The job's secret; in an insecure job, the one that the worker has published where all meet."""
@@ -127,6 +155,9 @@ class Connector:
             raise AuthenticationError(f"worker {me.name!r} serves {MOST_SESSIONS} links already")
         if served is not None and not hmac.compare_digest(served.ticket, hello.ticket):
             raise AuthenticationError(f"link {hello.link} of worker {hello.name!r} is another's")
+        if hello.side:
+            wide = sum(s.connection is not None and s.connection.gathering is not None for s in peers.sessions())
+            self._widening.check(hello, served, wide)
         shared = hello.shared_memory and self._options.shared_memory
         return Welcome(
             me.worker_id,
@@ -136,7 +167,11 @@ class Connector:
             shared,
             self._main,
             self._options.max_message_bytes,
+            self._widening.most(caller.certificate is not None),
         )
+
+    def _beside(self, hello: Hello, stream: SocketStream) -> None:
+        self._widening.admit(hello, self._peers.session_for(hello), stream)
 
     def _admitted(self, hello: Hello, welcome: Welcome, connection: Connection) -> None:
         self._peers.serve(hello, connection, hello.main_module != self._main)

@@ -47,6 +47,14 @@ def dial(
     tls: TlsEnds | None = None,
 ) -> tuple[Connection, Welcome]:
     """A connection to `member`, over the best way there is. ConnectionError if nobody answers at its addresses."""
+
+    def connection_at(address: Address) -> tuple[Connection, Welcome]:
+        stream, welcome = dial_address(address, member, hello, secret, options, deadline, tls)
+        connection = Connection(stream, max_frame=options.max_message_bytes, on_blocked=on_blocked)
+        connection.peer, connection.peer_takes = f"worker {welcome.name!r}", welcome.takes_bytes
+        connection.number, connection.address = hello.connection, address
+        return connection, welcome
+
     addresses = reachable(member.addresses, options.transports)
     if not addresses:
         raise WorkerDied(
@@ -58,7 +66,7 @@ def dial(
     problem: Exception | None = None
     for address in addresses:
         try:
-            return _dial_address(address, member, hello, secret, options, deadline, on_blocked, tls)
+            return connection_at(address)
         except (OSError, ProtocolError) as error:
             problem = error
     assert problem is not None
@@ -68,16 +76,16 @@ def dial(
         del problem  # this frame would hold the error that holds it
 
 
-def _dial_address(
+def dial_address(
     address: Address,
     member: Member,
     hello: Hello,
     secret: bytes,
     options: RpcBackendOptions,
     deadline: float,
-    on_blocked: Callable[[], None],
     tls: TlsEnds | None,
-) -> tuple[Connection, Welcome]:
+) -> tuple[SocketStream, Welcome]:
+    """A stream to `member` at one of its addresses, once both ends have proved themselves."""
     left = max(0.1, min(deadline - time.monotonic(), HANDSHAKE_SECONDS))
     plain = connect(address, left)
     sock: socket.socket | TlsSocket = plain
@@ -107,10 +115,7 @@ def _dial_address(
             ours.close()
         sock.close()
         raise
-    stream = stream_over(sock, address.kind, lane_over(ours, welcome.shared_memory))
-    connection = Connection(stream, max_frame=options.max_message_bytes, on_blocked=on_blocked)
-    connection.peer, connection.peer_takes = f"worker {welcome.name!r}", welcome.takes_bytes
-    return connection, welcome
+    return stream_over(sock, address.kind, lane_over(ours, welcome.shared_memory)), welcome
 
 
 def _encrypted(

@@ -26,6 +26,7 @@ log = logging.getLogger("telegrad.rpc")
 
 MOST_SESSIONS = 4096  # links of all callers together
 _MOST_DEAD = 65536  # ends that are remembered
+_LONGEST_ENDING = 400  # characters of what a worker says of its end
 
 
 def _key(hello: Hello) -> tuple[int, int, int]:
@@ -128,7 +129,7 @@ class Peers:
             if gone.incarnation == self._me.incarnation:
                 continue
             if self._directory.has_left(gone):
-                self._leaves(gone, self._directory.has_exited(gone))
+                self._leaves(gone, self._directory.ending_of(gone))
             else:
                 self._replaced(gone)
 
@@ -226,28 +227,28 @@ class Peers:
         options = self._runtime.options
         return self._liveness.setdefault(member.incarnation, Liveness(options.heartbeat, self._runtime.patience))
 
-    def said_goodbye(self, member: Member, exited: bool) -> None:
-        """A worker left on purpose, or its program has ended without a shutdown."""
+    def said_goodbye(self, member: Member, ending: str) -> None:
+        """A worker left on purpose, or its program has ended without a shutdown, in its own words."""
         if self.liveness_of(member).said_goodbye(time.monotonic()) is Action.LET_GO:
-            how = "exited normally without calling rpc.shutdown()" if exited else "has shut down"
-            self.lost(member, f"worker {member.name!r} {how}", departed=not exited)
+            how = "".join(c if c.isprintable() else " " for c in ending[:_LONGEST_ENDING]) or "has shut down"
+            self.lost(member, f"worker {member.name!r} {how}", departed=not ending)
 
-    def caller_said_goodbye(self, member: Member, exited: bool) -> None:
+    def caller_said_goodbye(self, member: Member, ending: str) -> None:
         """The same of a worker that calls this one."""
-        self._leaves(member, exited)
+        self._leaves(member, ending)
 
     def unanswered(self, member: Member, why: str) -> None:
         """Nobody listens any more where a worker did. If it has said that it leaves, that is what ended it."""
         self.look_for_news()
         self.lost(member, why)
 
-    def _leaves(self, member: Member, exited: bool) -> None:
+    def _leaves(self, member: Member, ending: str) -> None:
         """Somebody says that a worker leaves. What it answered before comes over the link, and then its end."""
         link = self._linked(member)
         if link is not None:
             link.expect()
         else:
-            self.said_goodbye(member, exited)
+            self.said_goodbye(member, ending)
 
     def lost(self, member: Member, why: str, departed: bool = False) -> None:
         """A worker is gone: everything that waits on it ends now."""

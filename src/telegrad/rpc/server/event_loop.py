@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from telegrad.errors import CallCancelled
+from telegrad.rpc.threads import ending
 
 Result = Callable[[Any], None]
 Failure = Callable[[BaseException], None]
@@ -57,4 +58,4 @@ class EventLoop:
         """Cancel what still runs and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread is not threading.current_thread():
-            self._thread.join(1.0)
+            ending.join(self._thread, 1.0)

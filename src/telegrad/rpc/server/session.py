@@ -25,7 +25,7 @@ from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import NOTICE, REQUEST, Frame, encode_whole
-from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Goodbye, Ping
+from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Exhausted, Goodbye, Ping
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -44,7 +44,7 @@ class SessionEvents(Protocol):
     def session_lost(self, session: "Session") -> None:
         """The connection of a session ended."""
 
-    def caller_said_goodbye(self, member: Member, exited: bool) -> None:
+    def caller_said_goodbye(self, member: Member, ending: str) -> None:
         """The caller leaves on purpose."""
 
 
@@ -126,6 +126,7 @@ class Session(Answers):
                     if self._turn is not turn:
                         return  # another thread went on while this one was busy
             if self.paused:
+                self.ping(Exhausted(0, len(running)))  # which may give up the turn, if writing has to wait
                 turn.give_up()
                 return
             try:
@@ -218,6 +219,7 @@ class Session(Answers):
             if resumes:
                 self.paused = False
         if resumes:
+            self.ping(Exhausted(0, 0))
             self._io_threads.submit(self.ready)
 
     def relieve(self) -> bool:
@@ -283,7 +285,7 @@ class Session(Answers):
         if type(message) is Ping:
             self._send(_HERE)
         elif type(message) is Goodbye:
-            self._events.caller_said_goodbye(self.member, message.exited)
+            self._events.caller_said_goodbye(self.member, message.ending)
         else:  # an Ack: it has said most by its header
             self.requests.acknowledge_named(_numbers(frame.payload))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.session import Session
-from telegrad.wire.messages import Exhausted, Ping
+from telegrad.wire.messages import Exhausted
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -72,4 +72,4 @@ class StuckThreads:
         self._was_full = bool(full)
         for session in self._sessions():
             if full or session.paused:
-                session.ping(Exhausted(full) if full else Ping())
+                session.ping(Exhausted(full, session.running if session.paused else 0))

@@ -21,7 +21,10 @@ COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of this process's control group, where it has one of its own
 
+_CORES_FOR_TLS = 4  # a worker, from which a second connection pays
+
 _taken: tuple[int, int] | None = None  # torch's threads before this process took its share, and the share
+_leaves_a_pool = False  # see `_after_fork`
 
 
 def usable_cores() -> int:
@@ -37,6 +40,17 @@ def usable_cores() -> int:
 def fair_share(workers: int) -> int:
     """Threads for the arithmetic of each of so many workers on this host."""
     return max(1, usable_cores() // max(1, workers))
+
+
+def connections_for(workers: int, encrypted: bool) -> int:
+    """TCP connections for one large message where so many workers share this host.
+
+    Two pay even where each worker has one core; more than eight gain nothing. With TLS the threads spend most of their
+    time in short calls that need the GIL, and more than two are in each other's way."""
+    share = fair_share(workers)
+    if encrypted:
+        return 2 if share >= _CORES_FOR_TLS else 1
+    return min(8, max(2, share))
 
 
 def variables_for(workers: int, environment: Mapping[str, str], threads: int | None = None) -> dict[str, str]:
@@ -61,6 +75,7 @@ def take_share(workers: int) -> None:
         return
     _taken = now, share
     torch.set_num_threads(share)
+    _mind_forks()
     log.info(
         "%d workers share the %d cores of this host: torch uses %d threads here instead of %d. Set OMP_NUM_THREADS to "
         "choose another number, and OMP_WAIT_POLICY=PASSIVE before the workers start: it cannot be set later",
@@ -77,6 +92,19 @@ def return_share() -> None:
     taken, _taken = _taken, None
     if taken is not None and torch.get_num_threads() == taken[1]:
         torch.set_num_threads(taken[0])
+
+
+def _mind_forks() -> None:
+    global _leaves_a_pool  # noqa: PLW0603 - of the process, like the hook
+    if not _leaves_a_pool:
+        _leaves_a_pool = True
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    """Setting the number of threads makes torch start a pool of them, which a forked child has without its threads. At
+    the child's exit torch would wait for these, and crash; set again, it leaves that pool alone and makes another."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _is_default(threads: int) -> bool:

@@ -13,6 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from telegrad.rpc.threads import ending
+
 log = logging.getLogger("telegrad.rpc")
 
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
@@ -75,6 +77,13 @@ class IoThreads:
             self._epoll.unregister(fd)
         except (FileNotFoundError, ValueError, OSError):
             pass
+
+    def nudge(self, fd: int) -> None:
+        """Call the handler of `fd` soon, as if it were readable. A handler looks for itself, so one too many does no
+        harm."""
+        handler = self._handlers.get(fd)
+        if handler is not None:
+            self.submit(handler)
 
     # --- tasks ---
 
@@ -198,8 +207,10 @@ class IoThreads:
         for thread in threads:
             if thread is here:
                 continue
-            while thread.is_alive() and time.monotonic() - began < (timeout if self._idle else _MOMENT):
-                thread.join(_STEP)
+            while not ending.join(thread, _STEP):
+                taken = self.working and not self._idle  # all that are left
+                if time.monotonic() - began >= (_MOMENT if taken else timeout):
+                    break
         self._handlers.clear()
         self._epoll.close()
         os.close(self._wakeup)

@@ -1,8 +1,9 @@
 """A large copy by several threads, while there are cores for them.
 
-The copy is cut into pieces, and whoever is free takes the next one. The caller takes pieces like the others and waits
-for nobody who has not begun: on a busy machine it does all of the work itself. If it had to wait for another's last
-piece, the machine is busy, and the next copies are made alone.
+Where torch has several threads in this process, they are at hand and make it. Where it has one, because workers share
+the cores, other cores may still be idle: the copy is cut into pieces, and whoever is free takes the next one. The
+caller takes pieces like the others and waits for nobody who has not begun: on a busy machine it does all of the work
+itself. If it had to wait for another's last piece, the machine is busy, and the next copies are made alone.
 
 The helpers are threads of their own, not those that serve requests: what a user's function leaves with its thread (the
 memory it has touched, torch's own threads) is of use only if the next request is served by the same one.
@@ -15,7 +16,10 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 ALONE_UP_TO = 4 * 2**20  # bytes that are copied before another thread would have woken
+TORCH_FROM = 2**20  # bytes from which on waking torch's threads is worth it
 _PIECE = 2**20
 _MOST_HELPERS = 3  # a few cores take all the memory's bandwidth
 _LONG = 0.5e-3  # a wait for one piece that shows that its thread lost its core
@@ -39,6 +43,9 @@ class Copier:
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy `nbytes` from one address to another; returns when all is done."""
+        if nbytes >= TORCH_FROM and torch.get_num_threads() > 1 and not _modes():
+            _copy_with_torch(target, source, nbytes)
+            return
         if nbytes <= ALONE_UP_TO or self.ask_for_help is None or self._resting:
             self._resting -= self._resting > 0
             ctypes.memmove(target, source, nbytes)  # releases the GIL
@@ -54,6 +61,23 @@ class Copier:
                 pass
         if time.perf_counter() - begun > _LONG:
             self._resting = _REST
+
+
+_WORD = 8
+
+
+def _modes() -> int:
+    """How many of a user's modes would be asked about each operation of this thread."""
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+
+
+def _copy_with_torch(target: int, source: int, nbytes: int) -> None:
+    words = nbytes // _WORD
+    array = ctypes.c_int64 * words
+    to, origin = (torch.frombuffer(array.from_address(at), dtype=torch.int64) for at in (target, source))
+    to.copy_(origin)
+    done = words * _WORD
+    ctypes.memmove(target + done, source + done, nbytes - done)
 
 
 class _Job:

@@ -36,6 +36,7 @@ log = logging.getLogger("telegrad.rpc")
 _warnings = LimitedLog(log)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+_LOOKS_PER_SECOND = 2000  # of all workers of a large job together, while they wait for each other
 # Whoever opens a store writes the job's marker into it at once. One that has none for so long is not ours.
 _MARKER_SECONDS = 5.0
 _FIRST_NOTICE = 5.0  # seconds of waiting after which a line says for whom; then after twice as many each time
@@ -320,7 +321,7 @@ def wait_for_ranks(
             log.warning("waiting for ranks %s of %d since %.0f s", missing, world_size, now - began)
             next_notice = now + (now - began)
         sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, max(_LONGEST_PAUSE, world_size / _LOOKS_PER_SECOND))
         try:
             member_log.news(take)
             if now >= next_look:

@@ -1,0 +1,102 @@
+"""Several TCP connections for one link: the dialler opens those beside the first when a large message comes by.
+
+Each goes through the handshake of the first, with the ticket of its link and the number of its connection, so nobody
+but the other end of the link can put one there. Calls do not wait for them: what is sent before all are there goes over
+the first alone. If they cannot be had it stays so, after a few attempts.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from telegrad.errors import AuthenticationError, TelegradError
+from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.server.session import Session
+from telegrad.rpc.threads.cores import connections_for
+from telegrad.transport.addresses import TCP
+from telegrad.transport.connection import Connection
+from telegrad.transport.handshake import Hello
+from telegrad.transport.stream import SocketStream
+from telegrad.wire.parts import MOST_STREAMS
+
+log = logging.getLogger("telegrad.rpc")
+
+MOST_WIDE = 256  # accepted connections that may have others beside them
+_ATTEMPTS = 3
+_PAUSE_SECONDS = 1.0
+
+DialSide = Callable[[Hello, float], SocketStream]
+
+
+class Widening:
+    """Opens and admits the connections beside others, for one agent."""
+
+    def __init__(self, runtime: Runtime, workers_here: Callable[[], int]) -> None:
+        self._runtime = runtime
+        self._workers_here = workers_here
+
+    def most(self, encrypted: bool) -> int:
+        """How many TCP connections this worker uses for one link."""
+        chosen = self._runtime.options.tcp_connections
+        return chosen if chosen is not None else connections_for(self._workers_here(), encrypted)
+
+    # --- of those that are dialled ---
+
+    def watch(self, connection: Connection, hello: Hello, most: int, dial: DialSide, attempt: int = 1) -> None:
+        """Widen a connection of this worker when a large message comes by; `dial` makes one beside it."""
+        if most > 1:
+            widen = functools.partial(self._widen, connection, hello, most, dial, attempt)
+            connection.could_widen(lambda: self._runtime.io_threads.submit(widen))
+
+    def _widen(self, connection: Connection, hello: Hello, most: int, dial: DialSide, attempt: int) -> None:
+        """I/O thread: dial them one by one."""
+        sides: list[SocketStream] = []
+        deadline = time.monotonic() + self._runtime.patience
+        try:
+            for place in range(1, most):
+                if self._runtime.closing or connection.closed:
+                    raise ConnectionResetError("the connection has ended")
+                beside = msgspec.structs.replace(hello, side=place, sides=most - 1, shared_memory=False)
+                sides.append(dial(beside, deadline))
+        except (TelegradError, OSError) as error:
+            log.info("one connection to %s is used where %d could be: %s", connection.peer, most, error)
+            for side in sides:
+                side.close()
+            if attempt < _ATTEMPTS and not connection.closed:
+                again = functools.partial(self.watch, connection, hello, most, dial, attempt + 1)
+                self._runtime.timer.at(time.monotonic() + _PAUSE_SECONDS, again)
+            return
+        self._attach(connection, sides)
+        try:
+            connection.use_stripes(deadline)
+        except (OSError, ValueError):
+            log.debug("a connection to %s ended while others were put beside it", connection.peer)
+
+    def _attach(self, connection: Connection, sides: list[SocketStream]) -> None:
+        stripes = connection.attach(sides, self._runtime.part_threads)
+        # Whoever reads may have left while parts were missing: then the I/O threads read on.
+        stripes.on_arrival = functools.partial(self._runtime.io_threads.nudge, connection.stream.fileno())
+
+    # --- of those that are accepted ---
+
+    def check(self, hello: Hello, session: Session | None, wide: int) -> None:
+        """Raise unless a connection may be put beside the one of that session. `wide` have others already."""
+        connection = session.connection if session is not None else None
+        if connection is None or connection.number != hello.connection or not hello.connection:
+            raise AuthenticationError("there is no such connection to put another beside")
+        if connection.stream.kind != TCP or not 0 < hello.side <= hello.sides < MOST_STREAMS:
+            raise AuthenticationError("no connection can be put there")
+        if connection.gathering is None and wide >= MOST_WIDE:
+            raise AuthenticationError(f"{MOST_WIDE} connections have others beside them already")
+
+    def admit(self, hello: Hello, session: Session | None, stream: SocketStream) -> None:
+        """Put a connection beside the one of a session."""
+        connection = session.connection if session is not None else None
+        if connection is None:
+            raise AuthenticationError("the connection has ended that this one was to be beside")
+        sides = connection.gather(hello.sides).add(hello.side, stream)
+        if sides is not None:
+            self._attach(connection, sides)

@@ -1,0 +1,177 @@
+"""Large tensors over several TCP connections between real workers: right numbers, and what follows when one breaks."""
+
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from telegrad import autograd, rpc
+from telegrad.errors import AuthenticationError
+from telegrad.rpc.client.link import Link
+from telegrad.rpc.current import require_agent
+from telegrad.transport.handshake import Hello
+from telegrad.transport.stream import SocketStream
+from tests.attacks.strangers import lying_member
+from tests.cluster import cluster
+from tests.waiting import wait_until
+
+SECRET = "told to all, and long"
+SIZE = 2**20  # elements: 4 MB
+STREAMS = 3
+_calls: dict[str, int] = {}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["tcp", "tls"])
+def job(request: pytest.FixtureRequest) -> Iterator[bool]:
+    options = {"transports": ("tcp",), "tls": request.param, "secret": SECRET, "tcp_connections": STREAMS}
+    with cluster(3, heartbeat=0.4, **options):
+        yield request.param
+
+
+def link_to(name: str) -> Link:
+    agent = require_agent()
+    return agent.link(agent.find(name))
+
+
+def widen(name: str) -> tuple[SocketStream, ...]:
+    """Large messages until the connection to a worker has others beside it; those."""
+    x = torch.ones(SIZE)
+
+    def is_wide() -> bool:
+        assert torch.equal(rpc.rpc_sync(name, torch.neg, args=(x,), timeout=20), -x)
+        current = link_to(name).current
+        return current is not None and current.stripes is not None and current._striped
+
+    wait_until(is_wide)
+    current = link_to(name).current
+    assert current is not None and current.stripes is not None and current.stripes.count == STREAMS
+    return current.stripes._sides
+
+
+def count_and_scale(key: str, x: torch.Tensor) -> torch.Tensor:
+    _calls[key] = _calls.get(key, 0) + 1
+    return 2 * x
+
+
+def calls_of(key: str) -> int:
+    return _calls.pop(key, 0)
+
+
+def bytes_on_sides() -> int:
+    """On a worker: whether what it answers is divided, too, by what it has written beside its first connections."""
+    agent = require_agent()
+    connections = [session.connection for session in agent.peers.sessions()]
+    return sum(c is not None and c.stripes is not None and c._striped for c in connections)
+
+
+@pytest.mark.slow
+def test_a_step_with_large_tensors_is_that_of_one_process(job: bool) -> None:
+    widen("worker1")
+    assert rpc.rpc_sync("worker1", bytes_on_sides) == 1
+    x = torch.randn(SIZE, requires_grad=True)
+    noise = torch.randn(3, SIZE // 2 + 1)
+    with autograd.context() as context:
+        y = rpc.rpc_sync("worker1", torch.mul, args=(x, x), timeout=20)
+        z = rpc.rpc_sync("worker1", torch.cat, args=([y, noise.flatten(), torch.ones(3)],), timeout=20)
+        autograd.backward(context, [z.sum()], timeout=20)
+        assert torch.equal(autograd.get_gradients(context)[x], 2 * x.detach())
+    assert torch.equal(z.detach(), torch.cat([(x * x).detach(), noise.flatten(), torch.ones(3)]))
+
+
+@pytest.mark.slow
+def test_many_callers_of_one_link(job: bool) -> None:
+    """Several threads send large and small messages over one connection, and futures are read by whoever comes."""
+    widen("worker1")
+    failures: list[object] = []
+
+    def call(seed: int) -> None:
+        random_ = random.Random(seed)
+        for _ in range(4):
+            x = torch.full((random_.choice([3, SIZE // 2, SIZE + 17]),), float(seed))
+            future = rpc.rpc_async("worker1", torch.add, args=(x, 1), timeout=30)
+            y = rpc.rpc_sync("worker1", torch.neg, args=(x,), timeout=30)
+            if not torch.equal(y, -x) or not torch.equal(future.wait(), x + 1):
+                failures.append((seed, x.numel()))
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_cut_is_a_connection_that_is_cut(job: bool, long_profile: bool) -> None:
+    """At random moments, any of the streams: each call runs once and has its answer, over the next connection."""
+    generator = random.Random(None if long_profile else 5)
+    x = torch.randn(2 * SIZE)
+    for turn in range(100 if long_profile else 5):
+        sides = widen("worker2")
+        current = link_to("worker2").current
+        assert current is not None and isinstance(current.stream, SocketStream)
+        victim = generator.choice([current.stream, *sides])
+        timer = threading.Timer(generator.uniform(0, 0.06), victim.abort)
+        timer.start()
+        for i in range(3):
+            key = f"cut {turn} {i}"
+            assert torch.equal(rpc.rpc_sync("worker2", count_and_scale, args=(key, x), timeout=30), 2 * x)
+            assert rpc.rpc_sync("worker2", calls_of, args=(key,)) == 1
+        timer.join()
+
+
+def test_nobody_else_puts_a_stream_beside_a_connection(job: bool) -> None:
+    """One who knows the secret but not the ticket of the link, and one who has no such connection."""
+    if job:
+        pytest.skip("with TLS the stranger would need the certificate as well")
+    sides = rpc.rpc_sync("worker1", _beside_a_stranger)
+    assert "is another's" in sides[0]
+    assert "no such connection" in sides[1]
+    assert "no such connection" in sides[2]
+
+
+def _beside_a_stranger() -> list[str]:
+    """On worker1, whose sessions are those of worker0 and others: dial it as one of them."""
+    agent = require_agent()
+    session = next(s for s in agent.peers.sessions() if s.connection is not None)
+    connection = session.connection
+    assert connection is not None
+    member = session.member
+    base = (member.worker_id, member.name, member.incarnation, agent.member.incarnation, session.number, False, "main")
+    said = []
+    for hello in (
+        Hello(*base, ticket=bytes(16), connection=connection.number, side=1, sides=1),
+        Hello(*base, ticket=session.ticket, connection=connection.number + 1, side=1, sides=1),
+        Hello(*base, ticket=session.ticket, connection=0, side=1, sides=1),
+    ):
+        try:
+            with lying_member(agent, kind="tcp", hello=hello):
+                said.append("let in")
+        except AuthenticationError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("side", "sides"), [(2, 1), (-1, 1), (1, 16), (1, 2**40)], ids=["beyond", "below", "too many", "far too many"]
+)
+def test_a_place_that_cannot_be_is_refused(job: bool, side: int, sides: int) -> None:
+    if job:
+        pytest.skip("the same without TLS")
+    assert "no connection can be put there" in rpc.rpc_sync("worker1", _in_a_place, args=(side, sides))
+
+
+def _in_a_place(side: int, sides: int) -> str:
+    agent = require_agent()
+    session = next(s for s in agent.peers.sessions() if s.connection is not None)
+    assert session.connection is not None
+    member = session.member
+    base = (member.worker_id, member.name, member.incarnation, agent.member.incarnation, session.number, False, "main")
+    hello = Hello(*base, ticket=session.ticket, connection=session.connection.number, side=side, sides=sides)
+    try:
+        with lying_member(agent, kind="tcp", hello=hello):
+            return "let in"
+    except AuthenticationError as error:
+        return str(error)

@@ -1,0 +1,357 @@
+"""Large messages over several streams: what goes where, what arrives, and what follows when a stream breaks or lies."""
+
+import functools
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.transport.connection import Connection
+from telegrad.transport.stream import SocketStream
+from telegrad.transport.stripes.gathering import Gathering
+from telegrad.transport.stripes.threads import PartThreads
+from telegrad.wire.block_notices import StripesReady
+from telegrad.wire.frames import HEADER, LENGTHS, MAGIC, STRIPED, VERSION, Frame, FrameKind, encode_prefix
+from telegrad.wire.messages import Ping, PythonReply
+from telegrad.wire.parts import MOST_STREAMS, STRIPE_FROM, cut, part_bytes
+from telegrad.wire.tensor.tensors import describe, rebuild
+from tests.waiting import wait_until
+
+LARGE = 3 * 2**20 + 4  # bytes
+
+
+# --- what goes where ---
+
+
+@given(st.lists(st.integers(0, 50_000), min_size=1, max_size=6), st.integers(1, MOST_STREAMS))
+def test_the_parts_are_all_of_it_in_order(sizes: list[int], streams: int) -> None:
+    buffers = [random.Random(i).randbytes(size) for i, size in enumerate(sizes)]
+    total = sum(sizes)
+    parts = [b"".join(part) for part in cut(buffers, total, streams)]
+    assert b"".join(parts) == b"".join(buffers)
+    size = part_bytes(total, streams)
+    assert [len(part) for part in parts] == [max(0, min(size, total - i * size)) for i in range(streams)]
+
+
+def test_the_first_part_is_more_than_a_reader_takes_in_at_once() -> None:
+    assert part_bytes(STRIPE_FROM, MOST_STREAMS) > 64 * 1024
+
+
+# --- what arrives ---
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        a = socket.create_connection(listener.getsockname())
+        b, _ = listener.accept()
+    return a, b
+
+
+class Pair:
+    """Two ends of a connection with several streams, in this process."""
+
+    def __init__(self, streams: int) -> None:
+        self.threads = PartThreads("test")
+        made = [[SocketStream(s, "tcp") for s in tcp_pair()] for _ in range(streams)]
+        self.sides = [[ends[i] for ends in made[1:]] for i in (0, 1)]
+        self.ends = [Connection(made[0][i], max_frame=2**32) for i in (0, 1)]
+        self.arrived = threading.Event()
+        for end, sides in zip(self.ends, self.sides, strict=True):
+            end.attach(sides, self.threads).on_arrival = self.arrived.set
+        self.ends[0].use_stripes(time.monotonic() + 5)
+        assert receive(self.ends[1], 0.2) == []  # its own business
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+        self.threads.close()
+
+
+def receive(connection: Connection, seconds: float = 10.0, count: int = 1) -> list[Frame] | None:
+    frames: list[Frame] = []
+    deadline = time.monotonic() + seconds
+    while len(frames) < count and time.monotonic() < deadline:
+        if connection.stream.readable(0.05):
+            got = connection.receive()
+            if got is None:
+                return None
+            frames += got
+    return frames
+
+
+def send_tensors(connection: Connection, *tensors: torch.Tensor, deadline: float | None = None) -> None:
+    specs, segments = describe(list(tensors))
+    connection.send(FrameKind.REPLY, 1, 0, PythonReply(), b"payload", specs, segments, deadline=deadline)
+
+
+def tensors_of(frame: Frame) -> list[torch.Tensor]:
+    assert bytes(frame.payload) == b"payload"
+    return rebuild(frame.tensors, frame.buffers)
+
+
+@contextmanager
+def in_thread(act: Callable[[], Any]) -> Iterator[list[Any]]:
+    """`act` in a thread; the list has its result or its error when the block has ended."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(act())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield outcome
+    finally:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(params=[2, 3, 8])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with closing(Pair(request.param)) as made:
+        yield made
+
+
+def test_tensors_both_ways_with_small_messages_between(pair: Pair) -> None:
+    for sender, receiver in (pair.ends, pair.ends[::-1]):
+        sent = [torch.randn(LARGE // 4), torch.arange(7.0), torch.randn(3, 333_333)]
+
+        def send(sender: Connection = sender, sent: list[torch.Tensor] = sent) -> None:
+            send_tensors(sender, *sent)
+            sender.send(FrameKind.NOTICE, 0, 0, Ping())
+            send_tensors(sender, *reversed(sent))
+
+        with in_thread(send) as outcome:
+            frames = receive(receiver, count=3)
+        assert outcome == [None] and frames is not None
+        first, ping, second = frames
+        assert type(ping.message) is Ping
+        assert all(map(torch.equal, tensors_of(first), sent))
+        assert all(map(torch.equal, tensors_of(second), reversed(sent)))
+
+
+def test_both_ends_send_at_once_and_neither_reads_before_it_has_sent(pair: Pair) -> None:
+    """Parts are read while others are written: two large messages that cross do not wait for each other."""
+    x, y = torch.randn(8 * 2**20), torch.randn(8 * 2**20)
+    a, b = pair.ends
+    got: dict[int, Any] = {}
+
+    def read(end: Connection) -> None:
+        got[id(end)] = receive(end)
+
+    with (
+        in_thread(functools.partial(send_tensors, a, x)) as first,
+        in_thread(functools.partial(send_tensors, b, y)) as second,
+        in_thread(functools.partial(read, a)),
+        in_thread(functools.partial(read, b)),
+    ):
+        pass
+    assert first == second == [None]
+    assert torch.equal(tensors_of(got[id(b)][0])[0], x)
+    assert torch.equal(tensors_of(got[id(a)][0])[0], y)
+
+
+def test_a_part_that_comes_late_holds_the_message_back_and_nothing_spins(pair: Pair) -> None:
+    """What follows on the first stream is not read, no thread has to stay, and whoever left is called."""
+    a, b = pair.ends
+    late = pair.sides[0][-1]
+    go = threading.Event()
+    send = late.send
+
+    def send_late(*args: Any) -> None:
+        go.wait(10)
+        send(*args)
+
+    late.send = send_late  # type: ignore[method-assign]
+    x = torch.randn(LARGE // 4)
+
+    def both() -> None:
+        send_tensors(a, x)
+        a.send(FrameKind.NOTICE, 0, 0, Ping())
+
+    with in_thread(both) as outcome:
+        wait_until(lambda: b.receive() == [] and b._reader.waiting)
+        began = time.monotonic()
+        assert not b.stream.readable(0.3)
+        assert 0.25 < time.monotonic() - began < 5
+        assert b.receive() == []
+        assert not pair.arrived.is_set()
+        go.set()
+        assert pair.arrived.wait(10)
+        frames = receive(b, count=2)
+    assert outcome == [None] and frames is not None
+    assert torch.equal(tensors_of(frames[0])[0], x)
+
+
+# --- what breaks ---
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["by the sender", "by the receiver"])
+@pytest.mark.parametrize("stream", [0, 1, -1])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stream_that_is_cut_ends_the_connection_on_both_sides(end: int, stream: int, seed: int) -> None:
+    with closing(Pair(3)) as pair:
+        a, b = pair.ends
+        x = torch.randn(16 * 2**20)
+        victim = a.stream if stream == 0 and end == 0 else b.stream if stream == 0 else pair.sides[end][stream]
+        assert isinstance(victim, SocketStream)
+        timer = threading.Timer(random.Random(seed).uniform(0, 0.02), victim.abort)
+        result: list[Any] = []
+
+        def read() -> None:
+            try:
+                result.append(receive(b))
+            except (OSError, ValueError) as error:
+                result.append(error)
+
+        def send() -> None:
+            for _ in range(50):
+                send_tensors(a, x, deadline=time.monotonic() + 10)
+
+        with in_thread(send) as outcome, in_thread(lambda: [read() for _ in range(50) if not is_end(result)]):
+            timer.start()
+        timer.join()
+        assert isinstance(outcome[0], OSError), outcome
+        assert not isinstance(outcome[0], TimeoutError)
+        for frames in result:
+            if not is_end([frames]):
+                assert torch.equal(tensors_of(frames[0])[0], x)  # whole, or not at all
+        assert is_end(result)
+
+
+def is_end(results: list[Any]) -> bool:
+    return bool(results) and not isinstance(results[-1], list)
+
+
+def test_a_peer_that_reads_nothing_is_given_up_at_the_deadline() -> None:
+    with closing(Pair(3)) as pair:
+        a, _ = pair.ends
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            send_tensors(a, torch.zeros(64 * 2**20), deadline=time.monotonic() + 0.3)
+        assert time.monotonic() - began < 5
+        assert a.stream.broken  # nothing can follow half a message
+
+
+def test_progress_on_a_side_stream_is_a_sign_of_life() -> None:
+    with closing(Pair(2)) as pair:
+        a, b = pair.ends
+        before = time.monotonic()
+        x = torch.randn(16 * 2**20)
+        with in_thread(functools.partial(send_tensors, a, x)):
+            assert receive(b)
+        assert a.last_progress >= before
+        assert b.last_progress >= before
+        assert a.peer_host_answers(5.0)
+
+
+def test_closing_ends_the_streams_and_those_who_wait_at_them() -> None:
+    pair = Pair(3)
+    a, b = pair.ends
+    prefix = encode_prefix(FrameKind.REPLY, 1, 0, PythonReply(), data_bytes=LARGE, form=STRIPED)
+    a.stream.send([prefix + bytes(part_bytes(LARGE, 3))], None, lambda: None)
+    wait_until(lambda: b.receive() == [] and b._reader.waiting)
+    pair.close()
+    for side in (*pair.sides[0], *pair.sides[1]):
+        wait_until(lambda side=side: side._socket.fileno() < 0)
+    assert not [t for t in threading.enumerate() if t.name.startswith("test-part")]
+
+
+# --- a peer that lies ---
+
+
+@pytest.mark.parametrize(
+    ("form", "data", "text"),
+    [
+        (STRIPED, STRIPE_FROM - 1, "several connections"),
+        (STRIPED, 2**33, "over the limit"),
+        (9 + STRIPED, LARGE, "unknown form"),
+    ],
+    ids=["too small", "too large", "unknown"],
+)
+def test_a_header_that_is_not_right_for_several_streams_is_refused(form: int, data: int, text: str) -> None:
+    with closing(Pair(2)) as pair:
+        a, b = pair.ends
+        a.stream.send([HEADER.pack(MAGIC, VERSION, form, 10) + LENGTHS.pack(0, data)], None, lambda: None)
+        with pytest.raises(ProtocolError, match=text):
+            receive(b)
+
+
+def test_a_frame_over_several_streams_is_refused_where_there_is_one() -> None:
+    a, b = (Connection(SocketStream(s, "tcp"), max_frame=2**32) for s in tcp_pair())
+    with closing(a), closing(b):
+        a.stream.send([encode_prefix(FrameKind.REPLY, 1, 0, PythonReply(), data_bytes=LARGE, form=STRIPED)], None, int)
+        with pytest.raises(ProtocolError, match="several connections"):
+            receive(b)
+
+
+@pytest.mark.parametrize("count", [1, 3, 2**40])
+def test_a_peer_cannot_announce_streams_that_are_not_there(count: int) -> None:
+    with closing(Pair(2)) as pair:
+        a, b = pair.ends
+        a.stream.send([encode_prefix(FrameKind.NOTICE, 0, 0, StripesReady(count))], None, lambda: None)
+        with pytest.raises(ProtocolError, match="connections beside each other"):
+            receive(b)
+
+
+def test_bytes_that_nobody_announced_are_not_taken_for_the_next_message() -> None:
+    """A side stream with too much: the rest becomes the beginning of the next part, whose message then has the wrong
+    bytes, or lacks the last ones; a peer that has proved itself can send wrong bytes anyhow. Nothing else is harmed."""
+    with closing(Pair(2)) as pair:
+        a, b = pair.ends
+        pair.sides[0][0].send([bytes(100)], None, lambda: None)
+        x = torch.ones(LARGE // 4)
+        with in_thread(functools.partial(send_tensors, a, x)):
+            frames = receive(b)
+        assert frames is not None
+        (y,) = tensors_of(frames[0])
+        half = part_bytes(LARGE, 2) // 4
+        assert torch.equal(y[:half], x[:half]) and y.shape == x.shape
+
+
+def test_a_side_stream_that_ends_early_ends_the_connection() -> None:
+    with closing(Pair(2)) as pair:
+        a, b = pair.ends
+        prefix = encode_prefix(FrameKind.REPLY, 1, 0, PythonReply(), data_bytes=LARGE, form=STRIPED)
+        a.stream.send([prefix + bytes(part_bytes(LARGE, 2))], None, lambda: None)
+        pair.sides[0][0].send([bytes(1000)], None, lambda: None)
+        pair.sides[0][0].abort()
+        assert not _receives(b)
+
+
+def _receives(connection: Connection) -> bool:
+    try:
+        return receive(connection) is not None
+    except OSError:
+        return False
+
+
+# --- those that are accepted ---
+
+
+def test_gathering_gives_them_in_order_and_replaces_what_was_given_up() -> None:
+    pairs = [tcp_pair() for _ in range(3)]
+    one, again, two = (SocketStream(p[0], "tcp") for p in pairs)
+    gathering = Gathering(2)
+    assert gathering.add(1, one) is None
+    assert gathering.add(1, again) is None
+    assert one._socket.fileno() < 0
+    assert gathering.add(2, two) == [again, two]
+    with pytest.raises(AuthenticationError):
+        gathering.add(1, one)
+    gathering.close()
+    assert two._socket.fileno() >= 0  # the connection's now
+    for sock in (again, two, *(p[1] for p in pairs)):
+        sock.close()
