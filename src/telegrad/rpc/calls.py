@@ -68,14 +68,15 @@ def start_call(
         callee = link.functions.known.get(func)
     except TypeError:  # it cannot be hashed: not a function that has a number
         callee = None
-    defines = callee is None
-    if callee is None:
+    message: AnyMessage
+    if callee is not None:
+        number, definition, what, by_number = callee
+        message = by_number if make is None else make(number, b"")
+    else:
         link.connection()  # the handshake tells whether both run the same program
-        callee = link.functions.define(func, link.main_by_value)
-    number, definition, what, by_number = callee
-    message: AnyMessage = by_number
-    if defines or make is not None:
-        message = (make or PythonCall)(number, definition if defines else b"")
+        defined = link.functions.define(func, link.main_by_value)
+        number, definition, what, _ = defined
+        message = (make or PythonCall)(number, definition)
     args = tuple(args) if args else ()
     packed = pack_call(args) if number and not kwargs else None
     if packed is None:
@@ -92,8 +93,8 @@ def start_call(
         future=future,
         around=around,
     )
-    if defines:
-        link.functions.sent(func, callee)
+    if callee is None:
+        link.functions.sent(func, defined)
     return slot
 
 
@@ -304,7 +305,9 @@ def rpc_sync(
     while True:
         link = link_to(agent, to)
         try:
-            return wait_for_value(start_call(agent, link, func, args, kwargs, timeout))
+            slot = start_call(agent, link, func, args, kwargs, timeout)
+            link.wait(slot)
+            return value_of(slot)
         except WorkerDied as error:
             member = link.member
             if retries <= 0 or error.incarnation != member.incarnation:  # it lives, and tells of the end of another
