@@ -155,7 +155,7 @@ def _pack_tuple(form: int, values: tuple[Any, ...]) -> Packed | None:
     payload, take_tensors, take_scalars = shape
     tensors: list[Tensor] = []
     if take_tensors is not None:
-        tensors += take_tensors(values)
+        tensors = list(take_tensors(values))
         for tensor in tensors:
             if tensor.__dict__:
                 return None
@@ -202,22 +202,22 @@ def _take(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]] | None:
 def _unpack_tuple(payload: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     try:
         end = 2 + payload[1]
-        places = bytes(payload[2:end])
-        if 0 not in places:
-            return tuple([tensors[place - 1] for place in places])
-        scalars = _decode_scalars(payload[end:])
-        return _order_of(places, len(tensors))([*tensors, *scalars])
+        order, has_scalars = _order_of(bytes(payload[2:end]), len(tensors))
+        return order([*tensors, *_decode_scalars(payload[end:])] if has_scalars else tensors)
     except (IndexError, msgspec.MsgspecError) as error:
         raise ProtocolError(f"a flat payload does not fit its table of {len(tensors)} tensors: {error}") from error
 
 
 @functools.lru_cache(maxsize=1024)
-def _order_of(places: bytes, tensors: int) -> Callable[[Any], tuple[Any, ...]]:
-    """What takes the values of a tuple, in order, out of its tensors and scalars one after the other."""
+def _order_of(places: bytes, tensors: int) -> tuple[Callable[[Any], tuple[Any, ...]], bool]:
+    """What takes the values of a tuple, in order, out of its tensors and scalars one after the other, and whether there
+    are scalars."""
     indices, scalar = [], tensors
     for place in places:
         if place > tensors:
             raise IndexError(f"there is no tensor {place}")
         indices.append(place - 1 if place else scalar)
         scalar += not place
-    return itemgetter(*indices) if len(indices) > 1 else lambda values: (values[indices[0]],)
+    if len(indices) > 1:
+        return itemgetter(*indices), scalar > tensors
+    return lambda values: tuple(values[index] for index in indices), scalar > tensors

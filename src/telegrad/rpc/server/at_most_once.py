@@ -66,9 +66,11 @@ class AtMostOnce:
         """All replies below `limit` have arrived."""
         self.acknowledged = limit
         replies = self.replies
-        for request_id in tuple(replies):  # a copy: other threads reply meanwhile
-            if request_id < limit:
-                replies.pop(request_id, None)
+        replies.pop(limit - 1, None)  # where one request follows the other, there is no more
+        if replies:
+            for request_id in tuple(replies):  # a copy: other threads reply meanwhile
+                if request_id < limit:
+                    replies.pop(request_id, None)
         if self._has_forgotten:
             with self._lock:
                 self._forgotten.drop_below(limit)

@@ -66,6 +66,7 @@ class Session(Answers):
         self._io_threads = runtime.io_threads
         self._events = events
         self._served = runtime.layers.served
+        self._before = runtime.layers.before_serving
         self.ticket = ticket  # whoever goes on with this session over another connection must show it
         self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value
@@ -169,9 +170,8 @@ class Session(Answers):
         message = request.message
         served = self._served.get(type(message))
         try:
-            before = self._layers.before_serving
-            if before is not None and message is request.frame.message:  # once: a layer unwraps and serves on
-                before(request)
+            if self._before is not None and message is request.frame.message:  # once: a layer unwraps and serves on
+                self._before(request)
             if served is None:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(message).__name__}")
             handler, _, counts_as_work = served
