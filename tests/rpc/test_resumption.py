@@ -60,6 +60,8 @@ class End:
         self.after_hold: Callable[[], None] = lambda: None
         self.on_blocked: Callable[[], None] = lambda: None
         self.copier = QuietCopier()
+        self.came: list[Frame] = []  # what there is to read
+        self.outbox = ()  # the test flushes
 
     def send(
         self,
@@ -91,6 +93,9 @@ class End:
             if self.closed or self.wire.is_cut:
                 raise ConnectionResetError("cut")
             self.sent.extend(held)
+
+    def receive(self) -> list[Frame]:
+        return self.came
 
     def close(self) -> None:
         self.closed = self.wire.is_cut = True
@@ -218,7 +223,8 @@ class World(Events):
         """As the reader of replies does with one frame."""
         frame = _frame(wire.to_caller.popleft())
         receiver, read = self.link.replies.receiver, []
-        receiver.take([frame], read)
+        wire.caller.came = [frame]
+        receiver.receive(wire.caller, read)
         self.link.completion.by_io_thread(read)
         if self.by_name:
             receiver.acknowledge(wire.caller)

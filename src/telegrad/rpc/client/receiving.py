@@ -71,18 +71,10 @@ class Receiver:
             self._link.lost(connection)
             return
         self.last_heard = time.monotonic()
-        acknowledge = self.take(frames, read)
-        if connection.outbox:
-            self.flush(connection)
-        if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
-            self.acknowledge(connection)
-
-    def take(self, frames: list[Frame], read: list[Slot]) -> bool:
-        """Frames came: give replies to their slots. Whether one is so large that its sender should forget it soon."""
-        is_large = False
+        acknowledge = False
         for frame in frames:
             if frame.is_large:
-                is_large = True
+                acknowledge = True
             if frame.kind == NOTICE:
                 self._hear(frame.message)
                 continue
@@ -95,13 +87,20 @@ class Receiver:
             slot.frame = frame
             slot.done = True  # before looking: a caller that will sleep makes its lock, then looks whether it is done
             if slot.watched or slot.wake is not None:
-                if self._audit is not None:
-                    self._audit.came(self._link.member.name, frame.message, frame.payload, frame.tensors, slot.what())
-                if self._announce(slot):
+                if self._announced(slot, frame):
                     read.append(slot)
             elif slot.complete is not None:
                 read.append(slot)
-        return is_large
+        if connection.outbox:
+            self.flush(connection)
+        if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
+            self.acknowledge(connection)
+
+    def _announced(self, slot: Slot, frame: Frame) -> bool:
+        """A reply came that is recorded, or whose caller sleeps. Whether the slot has to be completed."""
+        if self._audit is not None:
+            self._audit.came(self._link.member.name, frame.message, frame.payload, frame.tensors, slot.what())
+        return self._announce(slot)
 
     def _hear(self, message: AnyMessage) -> None:
         if type(message) is Goodbye:

@@ -94,8 +94,14 @@ class Answers:
         requests.replies[request_id] = reply
         if trace.recorder is not None:
             trace.recorder.replied(self, request_id, kind, (message, payload, tensors, memory))
+        connection = self.connection
         try:
-            self._send(reply, lazy)
+            if lazy or self._inbox or self.plain or connection is None or type(reply) is not bytes:
+                self._send(reply, lazy)
+            else:
+                connection.send_encoded(reply)
+        except (OSError, ValueError):
+            log.debug("a reply to %s waits for its next connection", self.member.name)
         finally:
             requests.running.pop(request_id, None)
             if self.paused:
@@ -120,13 +126,10 @@ class Answers:
         elif lazy:
             self._runtime.delayed_flush.within(LAZY, connection)
         deadline = time.monotonic() + self.options.limits.patience if self.plain else None
-        try:
-            if type(reply) is bytes:
-                connection.send_encoded(reply, deadline, lazy)
-            else:
-                self._send_pieces(connection, deadline, lazy, *reply)
-        except (OSError, ValueError):
-            log.debug("a reply to %s waits for its next connection", self.member.name)
+        if type(reply) is bytes:
+            connection.send_encoded(reply, deadline, lazy)
+        else:
+            self._send_pieces(connection, deadline, lazy, *reply)
 
     def _send_pieces(
         self, connection: Connection, deadline: float | None, hold: bool, kind: int, request_id: int, *content: Any
@@ -145,7 +148,10 @@ class Answers:
     def _send_again(self, reply: Reply) -> None:
         if order.active and type(reply) is not bytes:
             order.synchronize()  # this thread's streams are not those the result was made on
-        self._send(reply)
+        try:
+            self._send(reply)
+        except (OSError, ValueError):
+            log.debug("a reply to %s waits for its next connection", self.member.name)
 
     def _resume(self) -> None:
         """Go on reading if there is room again: the other half does."""

@@ -283,7 +283,7 @@ class Session(Answers):
     def _take_word(self, frame: Frame, message: AnyMessage) -> None:
         """What a caller says about the session itself."""
         if type(message) is Ping:
-            self._send(_HERE)
+            self._send_again(_HERE)
         elif type(message) is Goodbye:
             self._events.caller_said_goodbye(self.member, message.ending)
         else:  # an Ack: it has said most by its header

@@ -86,10 +86,8 @@ def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[T
             raise ProtocolError(f"a tensor of {nbytes} bytes begins at byte {offset} of {len(data)}") from error
         if shape is not None:
             tensor.resize_(shape)  # same size: only the shape changes
-        if flags == _REQUIRES_GRAD:
-            tensor.requires_grad_()
-        elif flags:
-            tensor = finish(tensor, flags)
+        if flags:
+            tensor = tensor.requires_grad_() if flags == _REQUIRES_GRAD else finish(tensor, flags)
         tensors.append(tensor)
         offset += taken
     return tensors
