@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.workers import Member as JobMember
 from telegrad.transport.addresses import Address, connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import make_lane_pair, pass_lane, receive_exactly
@@ -80,8 +82,22 @@ class Member:
 
     def read(self) -> tuple[int, int]:
         """Kind and number of the next frame; its content is thrown away."""
+        kind, number, _ = self.answer()
+        return kind, number
+
+    def answer(self) -> tuple[int, int, Any]:
+        """Kind, number and message of the next frame."""
         frame = receive_frame(self.sock)
-        return frame.kind, frame.request_id
+        return frame.kind, frame.request_id, frame.message
+
+    def asks(self, message: Any, packed: Packed | None = None) -> str:
+        """Send a request; what is said about it: nothing if it was carried out."""
+        number = self.send(message) if packed is None else self.send_packed(message, packed)
+        while True:
+            kind, answered, said = self.answer()
+            if kind != FrameKind.NOTICE:
+                assert answered == number
+                return said.text if kind == FrameKind.FAILURE else ""
 
 
 @contextlib.contextmanager
@@ -94,14 +110,16 @@ def lying_member(
     shared_memory: bool = False,
 ) -> Iterator[Member]:
     """A connection that proved that it knows the secret."""
+    made = hello or Hello(
+        5, "liar", random.getrandbits(40), agent.member.incarnation, 1, shared_memory, "main", ticket=bytes(16)
+    )
+    if agent.options.exports_only and made.name != agent.info.name:  # a party to the job, or it is not let in
+        agent.peers.learn([JobMember(made.name, WorkerId(made.worker_id), Incarnation(made.incarnation), (), 0)])
     sock = connect(address_of(agent, kind), 5.0)
     ours = None
     try:
         handshake = DiallerHandshake(agent.connector.secret if secret is None else secret)
         sock.sendall(handshake.opening)
-        made = hello or Hello(
-            5, "liar", random.getrandbits(40), agent.member.incarnation, 1, shared_memory, "main", ticket=bytes(16)
-        )
         sock.sendall(handshake.answer(receive_exactly(sock, handshake.opening_answer_bytes), made))
         if made.shared_memory:
             ours, theirs = make_lane_pair()

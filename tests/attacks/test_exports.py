@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,11 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     join("hospital", 0, 2, f"file://{folder}/meeting", OPTIONS)
     try:
         yield audit
+        begun = time.monotonic()
         rpc.shutdown(timeout=20)
+        assert time.monotonic() - begun < 4, "it waited for references that were refused"
     finally:
-        if require_agent is not None:
-            end([other], patience=5)
+        end([other], patience=5)
 
 
 def test_what_travels(records: Path) -> None:

@@ -19,11 +19,13 @@ import pytest
 
 from telegrad import autograd, rpc
 from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import receive_exactly
+from telegrad.wire import block_notices, messages
 from telegrad.wire.codec import EMPTY_CALL
 from telegrad.wire.frames import FrameKind, encode_whole
 from telegrad.wire.messages import PythonCall
@@ -59,8 +61,11 @@ def victim(folder: str, exports_only: bool, orders: Connection) -> None:
         "max_message_bytes": 1 << 16,
     }
     join("victim", 0, 1, f"file://{folder}/meeting", options)
-    orders.send(msgspec.msgpack.encode(require_agent().member))
-    orders.recv()
+    agent = require_agent()
+    orders.send(msgspec.msgpack.encode(agent.member))
+    while (order := orders.recv()) != b"end":  # a party to the job, or a worker that trusts nobody does not let it in
+        agent.peers.learn([msgspec.msgpack.decode(order, type=Member)])
+        orders.send(b"known")
     rpc.shutdown(timeout=30)
     orders.send(b"ended")
 
@@ -68,8 +73,9 @@ def victim(folder: str, exports_only: bool, orders: Connection) -> None:
 class Attacker:
     """One connection after the other to the worker."""
 
-    def __init__(self, member: Member, seed: int) -> None:
+    def __init__(self, member: Member, seed: int, orders: Connection) -> None:
         self.member = member
+        self._orders = orders
         self.seed = seed
         self.sent = 0
         self.connections = 0
@@ -78,8 +84,12 @@ class Attacker:
         self._sock: socket.socket | None = None
         self.frames = Frames(seed, 0)
 
-    def dial(self, name: str = "fuzz", worker_id: int = 5) -> socket.socket:
-        """An authenticated connection."""
+    def dial(self) -> socket.socket:
+        """An authenticated connection, each under a name of its own: what one has done wrong is forgotten with it."""
+        worker_id, incarnation = 5 + self.connections, Incarnation(self._incarnations.getrandbits(40))
+        name = f"fuzz{worker_id}"
+        self._orders.send(msgspec.msgpack.encode(Member(name, WorkerId(worker_id), incarnation, (), 0)))
+        assert self._orders.poll(20) and self._orders.recv() == b"known"
         address = next(a for a in self.member.addresses if a.kind == "unix")
         until = time.monotonic() + 30
         while True:  # a worker that has no room for a while says so
@@ -87,7 +97,6 @@ class Attacker:
             try:
                 handshake = DiallerHandshake(SECRET.encode())
                 sock.sendall(handshake.opening)
-                incarnation = self._incarnations.getrandbits(40)
                 hello = Hello(worker_id, name, incarnation, self.member.incarnation, 1, False, "", ticket=bytes(16))
                 sock.sendall(handshake.answer(receive_exactly(sock, handshake.opening_answer_bytes), hello))
                 code, length = handshake.verdict_length(receive_exactly(sock, handshake.verdict_header_bytes))
@@ -98,7 +107,7 @@ class Attacker:
                     raise
             else:
                 self.connections += 1
-                self.frames = Frames(self.seed + self.connections, incarnation)
+                self.frames = Frames(self.seed + self.connections, incarnation, worker_id)
                 return sock
 
     def attack(self, frames: int) -> None:
@@ -144,7 +153,7 @@ class Attacker:
         """One that keeps to the protocol is served."""
         from telegrad.rpc.trust.exports import definition_of
 
-        with self.dial("honest", 6) as sock:
+        with self.dial() as sock:
             sock.settimeout(10)
             sock.sendall(
                 encode_whole(FrameKind.REQUEST, 1, 0, PythonCall(1, definition_of("alive")), EMPTY_CALL.payload)
@@ -172,7 +181,7 @@ def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
     theirs.close()
     try:
         assert ours.poll(30), "the worker has not come up"
-        attacker = Attacker(msgspec.msgpack.decode(ours.recv(), type=Member), seed)
+        attacker = Attacker(msgspec.msgpack.decode(ours.recv(), type=Member), seed, ours)
         attacker.honest_call()
         assert worker.pid is not None
         attacker.attack(min(frames // 4, CHECK_EVERY))  # tables that are filled once
@@ -198,8 +207,11 @@ def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
 
 def test_every_message_is_fuzzed() -> None:
     source = Frames(1, 1)
-    seen = {source.next()[1] for _ in range(3000)}
+    seen = {source.next()[1] for _ in range(20_000)}
     assert seen == set(MESSAGES)
+    exist = {c for m in (messages, block_notices) for c in vars(m).values() if isinstance(c, type)}
+    tagged = {c for c in exist if issubclass(c, msgspec.Struct) and c.__struct_config__.tag is not None}
+    assert tagged == set(MESSAGES), "a message that no connection would decode, or one that is not fuzzed"
 
 
 @pytest.mark.slow

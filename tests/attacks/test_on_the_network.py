@@ -2,8 +2,7 @@
 
 import datetime
 import os
-import socket
-import threading
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,86 +11,37 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.errors import AuthenticationError, WorkerDied
-from telegrad.rpc.calls import start_call, wait_for_value
+from telegrad.errors import AuthenticationError, RpcTimeout, WorkerDied
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.trust import job as trust_job
 from telegrad.transport import tls
-from telegrad.transport.addresses import Address
 from telegrad.transport.tls_stream import TlsStream
+from telegrad.wire.frames import HEADER, FrameKind, encode_prefix
+from telegrad.wire.messages import PythonReply
+from tests.attacks.relay import Relay, believe, call, member_of, tcp_of
 from tests.cluster import cluster, end, join, process
 
 pytest.importorskip("cryptography")
 
 MARK = torch.full((2000,), 1.2345678)
-
-
-class Relay:
-    """Passes bytes on between a dialler and a worker, and keeps what it saw; may end TLS itself, with its own key."""
-
-    def __init__(self, to: Address, *, decrypts: bool = False) -> None:
-        self.saw = bytearray()
-        self._to = to
-        self._ends = tls.ends_by_fingerprint() if decrypts else None
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = Address("tcp", "127.0.0.1", str(self._listener.getsockname()[1]))
-        self._socks: list[socket.socket] = [self._listener]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-                far = socket.create_connection((self._to.host, int(self._to.where)))
-                self._socks += [near, far]
-                if self._ends is not None:
-                    far = self._ends.client.wrap_socket(far)
-                    self._socks.append(far)
-                    near = self._ends.server.wrap_socket(near, server_side=True, do_handshake_on_connect=False)
-                    self._socks.append(near)
-                    near.do_handshake()
-            except (OSError, ValueError):
-                self.close()
-                return
-            for one, other in ((near, far), (far, near)):
-                threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
-
-    def _pump(self, one: socket.socket, other: socket.socket) -> None:
-        try:
-            while data := one.recv(65536):
-                self.saw += data
-                other.sendall(data)
-        except OSError:
-            pass
-        for sock in (one, other):
-            sock.close()
-
-    def close(self) -> None:
-        for sock in self._socks:
-            sock.close()
+SECRET = "told to all, and long"
 
 
 def _call_through(relay: Relay) -> torch.Tensor:
     """A call to worker1 whose address somebody on the way has replaced."""
-    agent = require_agent()
-    member = msgspec.structs.replace(agent.find("worker1"), addresses=(relay.address,))
-    with agent.peers._lock:
-        agent.peers._links.pop(member.worker_id, None)
-        agent.peers.by_name.clear()
-    agent.directory._by_name["worker1"] = agent.directory._by_id[member.worker_id] = member
-    link = agent.link(member)
-    result: torch.Tensor = wait_for_value(start_call(agent, link, torch.neg, (MARK,), {}, 8.0))
+    member = msgspec.structs.replace(member_of("worker1"), addresses=(relay.address,))
+    believe(member)
+    result: torch.Tensor = call(member, torch.neg, MARK)
     return result
 
 
 def _relay(**options: Any) -> Relay:
-    agent = require_agent()
-    return Relay(next(a for a in agent.find("worker1").addresses if a.kind == "tcp"), **options)
+    return Relay(tcp_of(member_of("worker1")), **options)
 
 
 def test_a_relay_reads_plain_tcp() -> None:
     """(3) What it was without TLS, so that the next test shows something."""
-    with cluster(2, transports=("tcp",), tls=False, secret="told to all, and long"):
+    with cluster(2, transports=("tcp",), tls=False, secret=SECRET):
         relay = _relay()
         assert torch.equal(_call_through(relay), -MARK)
         assert MARK.numpy().tobytes() in relay.saw
@@ -99,7 +49,7 @@ def test_a_relay_reads_plain_tcp() -> None:
 
 
 def test_a_relay_reads_nothing_of_tls() -> None:
-    with cluster(2, transports=("tcp",), tls=True, secret="told to all, and long"):
+    with cluster(2, transports=("tcp",), tls=True, secret=SECRET):
         relay = _relay()
         assert torch.equal(_call_through(relay), -MARK)
         assert len(relay.saw) > MARK.nbytes
@@ -108,12 +58,109 @@ def test_a_relay_reads_nothing_of_tls() -> None:
 
 
 def test_a_relay_that_decrypts_is_found_out() -> None:
-    with cluster(2, transports=("tcp",), tls=True, secret="told to all, and long", heartbeat=0.2):
+    with cluster(2, transports=("tcp",), tls=True, secret=SECRET, heartbeat=0.2):
         relay = _relay(decrypts=True)
         with pytest.raises((AuthenticationError, WorkerDied), match=r"certificate|between"):
             _call_through(relay)
         assert MARK.numpy().tobytes()[:64] not in relay.saw
         relay.close()
+
+
+# --- replies that are replaced on the way (3) ---
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+class Forger:
+    """Puts a reply of its own in the place of each true one, once it is let loose."""
+
+    def __init__(self, payload: bytes) -> None:
+        self.loose = False
+        self.forged = 0
+        self._payload = payload
+
+    def __call__(self, to_worker: bool, data: bytes) -> bytes:
+        if to_worker or not self.loose or len(data) < HEADER.size:
+            return data
+        magic, _, kind, *_, request_id, _ = HEADER.unpack(data[: HEADER.size])
+        if magic != b"Tg" or kind != FrameKind.REPLY:
+            return data
+        self.forged += 1
+        return encode_prefix(FrameKind.REPLY, request_id, 0, PythonReply(), (), (), len(self._payload)) + self._payload
+
+
+def test_a_relay_replaces_the_replies_of_plain_tcp(tmp_path: Path) -> None:
+    """What it was without TLS, so that the next test shows something: the reply of the relay is unpickled."""
+    exploded = tmp_path / "exploded"
+    forger = Forger(b"\x05" + pickle.dumps(_Bomb(exploded)))
+    with cluster(2, transports=("tcp",), tls=False, secret=SECRET):
+        relay = _relay(change=lambda: forger)
+        assert torch.equal(_call_through(relay), -MARK)
+        forger.loose = True
+        assert call(member_of("worker1"), torch.neg, MARK) is None
+        assert forger.forged == 1 and exploded.exists()
+        forger.loose = False
+        relay.close()
+
+
+class Flipper:
+    """Changes one bit of so many pieces that come from the worker, once it is let loose; or cuts in a piece again."""
+
+    def __init__(self, how: str) -> None:
+        self.left = 0
+        self.changed = 0
+        self._how = how
+        self._last = b""
+
+    def __call__(self, to_worker: bool, data: bytes) -> bytes:
+        if to_worker or not self.left:
+            self._last = self._last if to_worker else data
+            return data
+        self.left -= 1
+        self.changed += 1
+        if self._how == "replayed":
+            return self._last
+        if self._how == "made up":
+            return b"\x17\x03\x03" + (len(data) - 5).to_bytes(2, "big") + os.urandom(len(data) - 5)
+        changed = bytearray(data)
+        changed[len(changed) // 2] ^= 1
+        return bytes(changed)
+
+
+def _through_tls(how: str, pieces: int) -> tuple[Flipper, Relay, Any]:
+    true = member_of("worker1")
+    flipper = Flipper(how)
+    relay = _relay(change=lambda: flipper)
+    assert torch.equal(_call_through(relay), -MARK)
+    flipper.left = pieces
+    try:
+        return flipper, relay, call(member_of("worker1"), torch.neg, MARK, timeout=8.0 if pieces == 1 else 2.0)
+    except (AuthenticationError, WorkerDied, RpcTimeout) as error:
+        return flipper, relay, error
+    finally:
+        flipper.left = 0
+        believe(true)
+        relay.close()
+
+
+def test_a_relay_replaces_no_reply_of_tls() -> None:
+    """A piece that was changed, replayed or made up ends the connection; over the next one the true reply comes."""
+    with cluster(2, transports=("tcp",), tls=True, secret=SECRET, heartbeat=0.2, connect_timeout=0.5):
+        for how in ("changed", "replayed", "made up"):
+            flipper, relay, got = _through_tls(how, 1)
+            assert flipper.changed == 1 and relay.connections == 2, how
+            assert torch.equal(got, -MARK), how
+        flipper, _, got = _through_tls("changed", 1000)
+        assert flipper.changed >= 2 and isinstance(got, Exception), got
+
+
+# --- what TLS carries ---
 
 
 def test_everything_works_over_tls() -> None:

@@ -674,9 +674,8 @@ def test_two_passes_over_the_same_leaf_do_not_mix() -> None:
     inner_pass, _ = local_pass({"inner": x * 3})
     inner_pass.hear("inner", [torch.ones(2)])
     inner_node = inner_pass.sends["inner"][0].node
-    inner_pass.walk()
     inner_node.register_hook(lambda *_: ran.set())
-    thread = threading.Thread(target=inner_pass.run)
+    thread = threading.Thread(target=inner_pass.walk)
     outer = x * 2
 
     def start_inner(_: Tensor) -> None:

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from telegrad.ids import Incarnation, WorkerId
+from telegrad.observe.events.records import encode
 from telegrad.observe.metrics import FunctionCount, LinkCount
 from telegrad.observe.snapshot import ContextState, PassView, Snapshot
 from telegrad.observe.threads import Activity, Asked, InService, PassState, Report
-from telegrad.observe.timeline.events import encode
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Address
 

@@ -5,8 +5,8 @@ import time
 import torch
 from torch.autograd import DeviceType
 
+from telegrad.observe.events.kernels import Kernel, can_record, on_device, wall_clock_ahead
 from telegrad.observe.timeline.chrome import Track, build
-from telegrad.observe.timeline.kernels import Kernel, can_record, on_device, wall_clock_ahead
 from tests.observe.trace_file import check
 
 

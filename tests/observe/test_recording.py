@@ -17,8 +17,8 @@ import telegrad
 from telegrad import autograd, observe, rpc, trace
 from telegrad.errors import WorkerDied
 from telegrad.ids import WorkerId, draw_incarnation
+from telegrad.observe.events.records import ways
 from telegrad.observe.service import Observation, observation_of
-from telegrad.observe.timeline.events import ways
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.workers import Member

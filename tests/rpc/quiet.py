@@ -1,5 +1,6 @@
 """A runtime in which nothing happens by itself: no thread, no timer. Tests do what the threads would, in any order."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,6 +13,7 @@ from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.session import Session
+from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.workers import Member, WorkerInfo
 
 
@@ -89,6 +91,7 @@ class QuietRuntime:
         self.timer = QuietTimer()
         self.delayed_flush = FlushAtOnce()
         self.helpers = QuietHelpers()
+        self.warnings = LimitedLog(logging.getLogger("telegrad.rpc"))
         self.calls_made = self.calls_served = 0
         self.closing = False
         self.patience = 60.0

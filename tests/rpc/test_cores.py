@@ -122,3 +122,9 @@ def test_a_child_forked_by_one_that_took_its_share_exits_as_it_means_to() -> Non
     """torch waited for threads that the child does not have, and crashed, depending on the C library."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=50, check=False)
     assert done.stdout == "3\n", done.stderr
+
+
+@pytest.mark.parametrize(("workers", "connections"), [(1, 8), (2, 8), (3, 5), (4, 4), (16, 4), (64, 4)])
+def test_connections_for_a_large_tensor(workers: int, connections: int) -> None:
+    assert cores.connections_for(workers, encrypted=False) == connections
+    assert cores.connections_for(workers, encrypted=True) == 1

@@ -255,6 +255,7 @@ def test_progress_on_a_side_stream_is_a_sign_of_life() -> None:
         assert a.last_progress >= before
         assert b.last_progress >= before
         assert a.peer_host_answers(5.0)
+        wait_until(lambda: a.delivered)
 
 
 def test_closing_ends_the_streams_and_those_who_wait_at_them() -> None:

@@ -21,6 +21,7 @@ from telegrad.cuda.runtime import CudaError, runtime
 log = logging.getLogger("telegrad.cuda")
 
 CHUNK = 4 * 2**20
+_CHUNK_OF_PART = 2**20  # of bytes that several threads write: their first chunks come down one after the other
 _AHEAD = 3  # chunks on their way while one is being written
 _PIN_FROM = 2**20  # bytes; pinning less costs more than it saves
 
@@ -119,8 +120,9 @@ class DeviceBytes:
     def chunks(self) -> Iterator[memoryview]:
         """The bytes in order. Each chunk is valid until the next one is asked for."""
         current = self._stream or torch.cuda.current_stream(self._device)
-        offsets = iter(range(0, self._nbytes, CHUNK))
-        size = min(CHUNK, self._nbytes)
+        most = CHUNK if self._stream is None else _CHUNK_OF_PART
+        offsets = iter(range(0, self._nbytes, most))
+        size = min(most, self._nbytes)
         buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(_AHEAD + 1)]
         events = [torch.cuda.Event() for _ in buffers]  # type: ignore[no-untyped-call] # of torch's
         started: list[tuple[int, int]] = []  # place among the buffers, bytes
@@ -130,7 +132,7 @@ class DeviceBytes:
             nonlocal place
             offset = next(offsets, None)
             if offset is not None:
-                length = min(CHUNK, self._nbytes - offset)
+                length = min(most, self._nbytes - offset)
                 runtime().copy(buffers[place].data_ptr(), self._address + offset, length, current.cuda_stream)
                 events[place].record(current)
                 started.append((place, length))

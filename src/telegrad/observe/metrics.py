@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from telegrad.observe.timeline.events import AnyEvent, Call, Served
+from telegrad.observe.events.records import AnyEvent, Call, Served
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent

@@ -25,9 +25,9 @@ import msgspec
 from telegrad import trace
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.ids import generation_of
+from telegrad.observe.events.kernels import Kernel, Kernels, can_record
+from telegrad.observe.events.records import AnyEvent, Batch, Call, encode, readable, thread_names
 from telegrad.observe.metrics import Metrics
-from telegrad.observe.timeline.events import AnyEvent, Batch, Call, encode, readable, thread_names
-from telegrad.observe.timeline.kernels import Kernel, Kernels, can_record
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request

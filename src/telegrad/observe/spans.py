@@ -48,6 +48,8 @@ class CallTracing(Layer):
         if not span.get_span_context().is_valid:
             return None  # no SDK: nobody would see it
         span.set_attribute("server.address", str(to) if callee is None else callee.name)
+        if self._agent.layers.plain:
+            return message, _Ending(span)  # what this worker is doing is no concern of one it does not trust
         carrier: dict[str, str] = {}
         propagate.inject(carrier, trace.set_span_in_context(span))
         return RpcWithTrace(method, tuple(carrier.items()), message), _Ending(span)  # type: ignore[arg-type] # a call

@@ -59,7 +59,7 @@ def start_call(
     """Send the call of a function; `make` makes its message, if that is no PythonCall. `patience`: how long to wait for
     the reply, if longer. `subject`: what it is called in errors, if not by the function's name."""
     around: Around | None = None
-    if _profiling() and (profiler := agent.find_layer(CallProfiler)) is not None:
+    if _profiling() and not agent.layers.plain and (profiler := agent.find_layer(CallProfiler)) is not None:
         how = "remote" if make is not None else "sync" if future is None else "async"
         around = profiler.begin(how, func, link.member)
     if agent.layers.plain:

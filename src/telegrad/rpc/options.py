@@ -22,6 +22,8 @@ SECRET_VARIABLE = "TELEGRAD_SECRET"
 HOST_VARIABLE = "TELEGRAD_HOST"
 LEAST_MESSAGE_BYTES = 64 * 1024  # what every worker takes in, so that smaller messages need not be measured
 
+MOST_OF_WORKERS, MOST_OF_STRANGERS = 64 * 2**30, 2**30  # bytes of a message, unless an option says otherwise
+
 DeviceLike = int | str | torch.device
 
 
@@ -59,7 +61,8 @@ class RpcBackendOptions:
         cuda_memory_share: the share of each GPU's memory that blocks for messages between workers on one host may take;
             beyond it messages go through host memory. Idle blocks are given back. 0 for none.
         max_message_bytes: a larger message is refused before memory is taken for it; others are told, and do not send
-            it. Tensors in shared memory do not count: they are in the sender's.
+            it. Tensors in shared memory do not count: they are in the sender's. By default 64 GiB, and 1 GiB with
+            `exports_only`, where tensors count as if they were written out.
 
     Examples:
         >>> rpc.RpcBackendOptions(rpc_timeout=10, init_method="tcp://127.0.0.1:29500").rpc_timeout
@@ -91,7 +94,7 @@ class RpcBackendOptions:
         rendezvous_timeout: float = 120.0,
         connect_timeout: float = 10.0,
         heartbeat: float = 1.0,
-        max_message_bytes: int = 64 * 2**30,
+        max_message_bytes: int | None = None,
         cuda_memory_share: float = 0.1,
         tcp_connections: int | None = None,
         _transports: Sequence[str] | None = None,
@@ -110,6 +113,8 @@ class RpcBackendOptions:
                 raise ValueError(f"{name} must not be negative, got {value}")
         if tls is not None and not isinstance(tls, Tls | bool):
             raise TypeError(f"tls must be a Tls(cert, key, ca), True, False or None, got {tls!r}")
+        if max_message_bytes is None:
+            max_message_bytes = MOST_OF_STRANGERS if exports_only else MOST_OF_WORKERS
         if max_message_bytes < LEAST_MESSAGE_BYTES:
             raise ValueError(f"max_message_bytes must be at least {LEAST_MESSAGE_BYTES}, got {max_message_bytes}")
         if not 0 <= cuda_memory_share <= 1:

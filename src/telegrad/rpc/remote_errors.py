@@ -20,6 +20,7 @@ import torch
 from telegrad import errors
 from telegrad.errors import RemoteError, TelegradError
 from telegrad.rpc.torch_modes import stand_in
+from telegrad.rpc.trust.rate import TokenBucket
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.wire.codec import pack, unpack
 from telegrad.wire.messages import ExceptionReply
@@ -32,6 +33,7 @@ _MAX_SHORT = 1000
 _MOST_FRAMES = 5  # of one worker; more are counted, not shown
 _OWN_CODE = str(Path(__file__).parents[1]) + os.sep
 # How a module is called: two frames for each module on the way, which say nothing.
+_incidents = TokenBucket(1.0, 100.0)  # that are logged
 _MODULE_CODE = os.path.join("torch", "nn", "modules", "module.py")
 
 
@@ -60,14 +62,21 @@ def describe_exception(error: BaseException, here: WorkerInfo) -> tuple[Any, ...
 
 
 def describe_in_short(error: BaseException, here: WorkerInfo) -> tuple[Any, ...]:
-    """The same for a peer that is not trusted: nothing pickled, no source, and no text but Telegrad's own. What a
-    user's function said may have been about its data: it is logged here, under a number that the peer is told."""
-    text = _shown(str, error)
-    if not isinstance(error, TelegradError):
-        incident = secrets.token_hex(4)
-        log.warning("incident %s, of which a peer was told only the number:", incident, exc_info=error)
-        text = f"its text stays there; ask its owner about incident {incident}"
+    """The same for a peer that is not trusted: nothing pickled, no source, and no text but Telegrad's own."""
+    text = text_for_stranger(error)
     return ExceptionReply(here.name, type(error).__qualname__, text[:_MAX_SHORT], ""), b"", (), ()
+
+
+def text_for_stranger(error: BaseException) -> str:
+    """What a peer that is not trusted is told of an error. What a user's function said may have been about its data: it
+    is logged here, under a number that the peer is told."""
+    if isinstance(error, TelegradError):
+        return _shown(str, error)
+    if not _incidents.take():  # a peer may let a function fail as often as it may call it
+        return f"a {type(error).__qualname__}, whose text stays there; so many failed that this one was not logged"
+    incident = secrets.token_hex(4)
+    log.warning("incident %s, of which a peer was told only the number:", incident, exc_info=error)
+    return f"its text stays there; ask its owner about incident {incident}"
 
 
 def _section(error: BaseException) -> Iterator[str]:

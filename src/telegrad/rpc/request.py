@@ -20,7 +20,6 @@ from telegrad.wire.tensor.small import describe_small
 from telegrad.wire.tensor.specs import TensorSpec
 from telegrad.wire.tensor.tensors import describe
 
-log = logging.getLogger("telegrad.rpc")
 # Of functions called from elsewhere; their callers are told anyway.
 failures = logging.getLogger("telegrad.rpc.failures")
 
@@ -37,6 +36,8 @@ class AnswersTo(Protocol):
     requests: Any  # what became of the caller's requests
     plain: bool  # whether values travel as plain data alone, since the caller is not trusted
     audit: Any  # what keeps a record of what leaves; None for none
+    closed: bool  # whether the caller is gone for good
+    warnings: Any  # where what a caller can cause is logged, now and then
 
     cancellations: Any  # of the caller's requests; None if there are none
 
@@ -75,6 +76,7 @@ class Request:
     on_tensors: Any = None
     on_reply: Any = None
     scope: Any = None
+    recorded = True  # whether the audit, where there is one, has to keep an error of it
     on_lane = False  # whether it has streams of its own, with CUDA tensors
     _came: frozenset[int] = frozenset()  # the storages of large tensors that came with it
 
@@ -133,7 +135,7 @@ class Request:
         if failures.isEnabledFor(logging.INFO):
             failures.info("On %s, for %s:", info, session.member.info, exc_info=error)
         if self.frame.kind == NOTICE:
-            log.warning("a %s of %s failed: %s", type(self.message).__name__, session.member.name, error)
+            session.warnings.warning("a %s of %s failed: %s", type(self.message).__name__, session.member.name, error)
             return
         if session.audit is not None:
             session.audit.failed(self, error)

@@ -6,7 +6,7 @@ A handle is what the ledgers count. It is gone when Python has collected it, and
 from functools import partial
 from typing import Any
 
-from telegrad.errors import RpcTimeout, RRefError
+from telegrad.errors import CallRefused, RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId, show_id
 from telegrad.rpc.calls import start_call, start_request, value_of, wait_for_value
 from telegrad.rpc.client.function_table import name_of
@@ -196,7 +196,8 @@ def _not_created(
     rrefs: RRefContext, owner: Member, rref_id: RRefId, fork_id: ForkId, creation: Creation, error: Exception
 ) -> None:
     creation.failed(error)
-    rrefs.feed(rrefs.used.creation_failed, fork_id)
+    refused = isinstance(error, CallRefused)
+    rrefs.feed(rrefs.used.creation_refused if refused else rrefs.used.creation_failed, fork_id)
     if peer_of(owner) == rrefs.me and rref_id in rrefs.values:
         rrefs.values[rref_id].fail(creation.error)
 

@@ -16,8 +16,10 @@ from typing import Any, Generic, Self, TypeVar
 
 from telegrad.rpc.calls import Worker, check_call
 from telegrad.rpc.client.function_table import name_of
+from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT
+from telegrad.rpc.trust.exports import refuse_where_plain
 from telegrad.rref.rref import RRef, remote
 
 T = TypeVar("T")
@@ -200,5 +202,6 @@ def stream(
         raise ValueError(f"ahead must be at least 1, got {ahead}: a value has to be asked for to come")
     if inspect.iscoroutinefunction(func):
         raise TypeError(f"{name_of(func)} is an `async def` function that yields nothing: call it by rpc_async")
+    refuse_where_plain(require_agent().layers, "rpc.stream", "export a function that returns the next values")
     source = remote(to, _Source, args=[func, tuple(args or ()), dict(kwargs or {})], timeout=timeout)
     return Stream(source, ahead, timeout, name_of(func))

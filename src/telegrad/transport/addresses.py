@@ -1,6 +1,7 @@
 """Where a worker listens and how it is reached: by Unix socket on one host, by TCP otherwise; in tests by neither."""
 
 import contextlib
+import functools
 import ipaddress
 import os
 import secrets
@@ -35,11 +36,19 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 def host_identity() -> str:
     """What two processes share exactly if they can reach each other's Unix sockets and see each other's process ids."""
-    parts = []
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/mnt", "/proc/self/ns/pid"):
+    parts = _boot_identity()
+    for namespace in ("/proc/self/ns/net", "/proc/self/ns/mnt", "/proc/self/ns/pid"):  # which a process may leave
         with contextlib.suppress(OSError):
-            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
+            parts += (os.readlink(namespace),)
     return "|".join(parts) or socket.gethostname()
+
+
+@functools.cache
+def _boot_identity() -> tuple[str, ...]:
+    try:
+        return (Path("/proc/sys/kernel/random/boot_id").read_text().strip(),)
+    except OSError:
+        return ()
 
 
 def is_loopback(host: str) -> bool:

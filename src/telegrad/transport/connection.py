@@ -34,6 +34,8 @@ log = logging.getLogger("telegrad.transport")
 SMALL_FRAME = 64 * 1024  # bytes up to which a message is one piece, and can share a write
 _HOLD_UP_TO = 64  # small frames that may wait for one write
 
+_first_side = threading.Lock()  # of any connection
+
 heap = Heap()
 
 
@@ -66,7 +68,8 @@ class Connection:
         self.closed = False
 
     def __repr__(self) -> str:
-        return f"<Connection over {self.stream.kind}{' with shared memory' if self.memory.lender else ''}>"
+        streams = f", {self.stripes.count} for large messages" if self._striped and self.stripes is not None else ""
+        return f"<Connection over {self.stream.kind}{' with shared memory' if self.memory.lender else ''}{streams}>"
 
     @property
     def devices(self) -> DeviceChannel | None:
@@ -291,19 +294,19 @@ class Connection:
 
     def gather(self, sides: int) -> Gathering:
         """Where the streams beside this one are put until all have come."""
-        with self._write_lock:
+        with _first_side:
             if self.gathering is None:
                 self.gathering = Gathering(sides)
-            if self.closed or self.gathering.sides != sides:
-                raise AuthenticationError("the connection has ended, or was to have others beside it")
-            return self.gathering
+        if self.closed or self.gathering.sides != sides:
+            raise AuthenticationError("the connection has ended, or was to have others beside it")
+        return self.gathering
 
     def use_stripes(self, deadline: float) -> None:
         """Send large messages over all streams from now on, and let the peer do so."""
         assert self.stripes is not None
+        self._striped = True  # the peer has them all: it was told so by each
         self._tell(StripesReady(self.stripes.count))
         self.flush(deadline)
-        self._striped = True
 
     def _heard_of_stripes(self, message: StripesReady) -> None:
         if self.stripes is None or message.connections != self.stripes.count:
@@ -320,6 +323,11 @@ class Connection:
         """Whether the peer's kernel confirmed something within `seconds`, whatever its process does."""
         answers = self.stream.peer_host_answers(seconds)
         return answers or (self.stripes is not None and self.stripes.peer_host_answers(seconds))
+
+    @property
+    def delivered(self) -> bool:
+        """Whether all that was written has reached the peer's host, so that closing this end loses none of it."""
+        return self.stream.delivered and (self.stripes is None or self.stripes.delivered)
 
     def close(self) -> None:
         """End the connection; tensors that alias its blocks stay valid."""

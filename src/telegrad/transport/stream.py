@@ -144,6 +144,13 @@ class SocketStream:
                 writable.register(self._socket, select.POLLOUT)
                 writable.poll(None if left is None else left * 1000 + 1)
 
+    def keep_alive(self) -> None:
+        """For one that may be idle for long: the kernel sees to it that no router forgets it, or finds that one has."""
+        with contextlib.suppress(OSError, AttributeError):  # not TCP, or another system
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+
     def hold_until(self, ready: Callable[[float], bool]) -> None:
         """Let `readable` be `ready` until `go_on`: what the socket has is not to be read before."""
         self.readable = ready  # type: ignore[method-assign,assignment] # so that it costs nothing where it is not used

@@ -65,7 +65,8 @@ class Profiler(CallProfiler, PassProfiler):
 
     def profiling(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """A pass begins in a thread that is being profiled."""
-        return profiling_pass(self.agent, context)
+        plain = self.agent.layers.plain  # others are not asked there, and would refuse
+        return contextlib.nullcontext() if plain else profiling_pass(self.agent, context)
 
     # --- the callee ---
 

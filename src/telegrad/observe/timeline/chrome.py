@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from telegrad.observe.events.kernels import Kernel
+from telegrad.observe.events.records import AnyEvent, Call, Mark, Served, Span
 from telegrad.observe.timeline.clocks import Bounds, Offset, Ping, align, tighten
-from telegrad.observe.timeline.events import AnyEvent, Call, Mark, Served, Span
-from telegrad.observe.timeline.kernels import Kernel
 
 _NAMES = {"PropagateGradients": "gradients", "BeginPass": "begin pass"}
 _PASS = _NAMES.keys()

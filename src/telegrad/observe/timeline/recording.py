@@ -19,10 +19,10 @@ import msgspec
 
 from telegrad.errors import TelegradError
 from telegrad.observe.asking import ask, ask_all
+from telegrad.observe.events.records import AnyEvent, decode_batch, decode_events, readable
 from telegrad.observe.service import clock, observation_of
 from telegrad.observe.timeline.chrome import Track, build
 from telegrad.observe.timeline.clocks import Ping
-from telegrad.observe.timeline.events import AnyEvent, decode_batch, decode_events, readable
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.workers import Member

@@ -77,9 +77,15 @@ def _ask(link: TimedLink, slot: Slot) -> str:
 
 
 def _can_ask(link: TimedLink, slot: Slot) -> bool:
-    """What Telegrad asks for itself, such as where a request is, is not asked after."""
+    """What Telegrad asks for itself, such as where a request is, is not asked after; and one that does not trust this
+    worker would refuse to say."""
     layers = link.runtime.layers
-    return layers.whereabouts is not None and bool(slot.resend) and layers.is_work(type(slot.resend[0]))
+    return (
+        not layers.plain
+        and layers.whereabouts is not None
+        and bool(slot.resend)
+        and layers.is_work(type(slot.resend[0]))
+    )
 
 
 class LateCalls:

@@ -17,6 +17,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT
 from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
+from telegrad.rpc.trust.exports import refuse_where_plain
 
 T = TypeVar("T")
 
@@ -44,7 +45,9 @@ class Batch:
             raise TypeError(f"{name_of(func)} is an `async def` function; call it without a batch, it needs no thread")
         if self._sent:
             raise TelegradError(f"this batch has been sent; {name_of(func)}() needs a new one")
-        name = require_agent().find(to).name
+        agent = require_agent()
+        refuse_where_plain(agent.layers, "rpc.batch", "call exported functions one by one")
+        name = agent.find(to).name
         future: Future[T] = Future(what=f"{name_of(func)}() on worker {name!r}, in a batch")
         call = (func, tuple(args or ()), dict(kwargs or {}))
         self._calls.setdefault(name, []).append((call, future))

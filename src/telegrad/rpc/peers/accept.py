@@ -140,12 +140,13 @@ class Acceptor:
             binding = self._tls.fingerprint
         fd = sock.fileno()
         self._half_open[fd] = _HalfOpen(sock, ListenerHandshake(self._secret, binding), process)
-        self._io_threads.register(fd, lambda: self._proceed(fd), armed=True)
+        self._io_threads.register(fd, lambda: self._proceed(fd), armed=False)
         if self._closed:  # by another thread, which may not have seen this one
             self._close_half_open()
         elif not self._sweeping:
             self._sweeping = True
             self._timer.at(time.monotonic() + HANDSHAKE_SECONDS, self._sweep)
+        self._proceed(fd)  # whoever dials speaks first, and has spoken by now
 
     def _make_room(self) -> None:
         """Drop one who has said nothing yet, or else the oldest: those of ours speak at once."""
@@ -219,9 +220,9 @@ class Acceptor:
                 lane_socket = receive_lane(sock)
         try:
             welcome = self._admit(hello, Caller(entry.process, encrypted))
-            kind = UNIX if sock.family == socket.AF_UNIX else TCP
             if hello.side:
-                self._beside(hello, stream_over(sock, kind, None))
+                self._finish_beside(fd, entry, hello, welcome)
+                return
             sock.send(handshake.welcome(welcome))
         except BaseException:
             if lane_socket is not None:
@@ -229,13 +230,28 @@ class Acceptor:
             raise
         self._half_open.pop(fd, None)
         self._io_threads.forget(fd)
-        if hello.side:
-            return
+        kind = UNIX if sock.family == socket.AF_UNIX else TCP
         stream = stream_over(sock, kind, lane_over(lane_socket, welcome.shared_memory))
         connection = Connection(stream, max_frame=self._options.max_message_bytes)
         connection.peer, connection.peer_takes = f"worker {hello.name!r}", hello.takes_bytes
         connection.number = hello.connection
         self._admitted(hello, welcome, connection)
+
+    def _finish_beside(self, fd: int, entry: "_HalfOpen", hello: Hello, welcome: Welcome) -> None:
+        """One that belongs beside another: from then on that one may use it, and end it."""
+        if self._half_open.pop(fd, None) is None:
+            return
+        self._io_threads.forget(fd)
+        sock = entry.sock
+        try:
+            self._beside(hello, stream_over(sock, TCP, None))
+            sock.send(entry.handshake.welcome(welcome))
+        except (TelegradError, OSError) as error:
+            if isinstance(error, TelegradError):
+                with contextlib.suppress(OSError):
+                    sock.send(entry.handshake.refusal(error))
+            sock.close()
+            self._warnings.warning("refused a connection: %s", error)
 
     def _drop(self, fd: int, why: str) -> None:
         entry = self._half_open.pop(fd, None)

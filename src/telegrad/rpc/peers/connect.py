@@ -15,7 +15,7 @@ from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.peers.accept import Acceptor, Caller
 from telegrad.rpc.peers.dial import dial, dial_address, main_fingerprint
 from telegrad.rpc.peers.heartbeat import REDIAL_SECONDS, cannot_answer
-from telegrad.rpc.peers.peers import MOST_SESSIONS, Peers
+from telegrad.rpc.peers.peers import MOST_OF_ONE, MOST_SESSIONS, Peers
 from telegrad.rpc.peers.widen import Widening
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.workers import Directory, Member
@@ -150,9 +150,17 @@ class Connector:
             known = self._directory.by_id(hello.worker_id)
         if known is not None:
             _check_identity(known, hello, caller)
+        elif self._options.exports_only:  # or it would have as many limits as it gives itself names
+            raise AuthenticationError(f"worker {hello.name!r} is not on record where the workers of this job meet")
+        if peers.is_of_another(hello):
+            raise AuthenticationError(f"incarnation {hello.incarnation:x} is another's, not of worker {hello.name!r}")
         served = peers.session_for(hello)
-        if served is None and len(peers.sessions()) >= MOST_SESSIONS:
-            raise AuthenticationError(f"worker {me.name!r} serves {MOST_SESSIONS} links already")
+        if served is None:
+            sessions = peers.sessions()
+            if len(sessions) >= MOST_SESSIONS:
+                raise AuthenticationError(f"worker {me.name!r} serves {MOST_SESSIONS} links already")
+            if self._options.exports_only and sum(s.member.name == hello.name for s in sessions) >= MOST_OF_ONE:
+                raise AuthenticationError(f"worker {me.name!r} serves {MOST_OF_ONE} links of {hello.name!r} already")
         if served is not None and not hmac.compare_digest(served.ticket, hello.ticket):
             raise AuthenticationError(f"link {hello.link} of worker {hello.name!r} is another's")
         if hello.side:

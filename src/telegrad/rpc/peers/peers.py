@@ -25,7 +25,9 @@ from telegrad.transport.handshake import Hello
 log = logging.getLogger("telegrad.rpc")
 
 MOST_SESSIONS = 4096  # links of all callers together
+MOST_OF_ONE = 64  # of one caller that is not trusted
 _MOST_DEAD = 65536  # ends that are remembered
+_FRESH_SECONDS = 0.05  # a worker needs longer than that to be started again
 _LONGEST_ENDING = 400  # characters of what a worker says of its end
 
 
@@ -68,6 +70,7 @@ class Peers:
         self._me = me
         self._directory = directory
         self.member_log: MemberRecords | None = None  # where other workers say that they come and go
+        self._looked = 0.0  # when, the last time
         self._liveness: dict[int, Liveness] = {}  # by incarnation
         self._lock = threading.Lock()
         self._links: dict[WorkerId, Link] = {}
@@ -88,7 +91,8 @@ class Peers:
             if link is not None and link.member is member and link.current is not None:
                 return member
         if (member is None or self._linked(member) is None) and not self._runtime.closing:
-            self.look_for_news()  # it may be new, or have been started again
+            if member is None or not self._has_fresh_news_of(member):
+                self.look_for_news()  # it may be new, or have been started again
             member = self._known(to)
         if member is None:  # one that left is known to be dead: whatever is asked of it says so
             member = self._directory.who_left(to.name if isinstance(to, WorkerInfo) else to)
@@ -108,10 +112,16 @@ class Peers:
             f"Cannot get WorkerInfo from name {to!r}: a worker is named by its name, its rank or its WorkerInfo"
         )
 
+    def _has_fresh_news_of(self, member: Member) -> bool:
+        """Whether a worker that is called for the first time need not be looked up: one that calls all others looks
+        once, and not once for each."""
+        return member.worker_id not in self._links and time.monotonic() - self._looked < _FRESH_SECONDS
+
     def look_for_news(self) -> None:
         """Read what others published since the last time."""
         if self.member_log is None:
             return
+        self._looked = time.monotonic()
         try:
             self.member_log.news(self.take_news)
         except RuntimeError as error:
@@ -204,6 +214,14 @@ class Peers:
     def session_for(self, hello: Hello) -> Session | None:
         """The session of the link that a caller dials for, if it has dialled before."""
         return self._sessions.get(_key(hello))
+
+    def is_of_another(self, hello: Hello) -> bool:
+        """Whether a caller says that it is the incarnation of another worker, whose end it could then tell."""
+        worker_id, incarnation = hello.worker_id, hello.incarnation
+        members = [m.worker_id for m in self._directory.members() if m.incarnation == incarnation]
+        with self._lock:
+            callers = [key[0] for key in self._sessions if key[1] == incarnation]
+        return any(other != worker_id for other in members + callers)
 
     def serve(self, hello: Hello, connection: Connection, main_by_value: bool) -> None:
         """Serve what a caller that was let in asks over a connection, its first or the next."""

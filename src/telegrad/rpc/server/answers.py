@@ -42,6 +42,7 @@ class Answers:
         self._layers = runtime.layers
         self.info, self.options = runtime.info, runtime.options
         self.plain, self.audit = runtime.layers.plain, runtime.layers.audit
+        self.warnings = runtime.warnings
         self.member = member
         self.connection: Connection | None = None
         self._lock = threading.Lock()
@@ -179,7 +180,7 @@ class Answers:
             return
         try:
             connection.flush(deadline)
-            while not connection.closed and not connection.stream.delivered and time.monotonic() < deadline:
+            while not connection.closed and not connection.delivered and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
         except (OSError, ValueError):
             log.debug("%s does not read its last answers", self.member.name)

@@ -6,7 +6,7 @@ The other side is `client/function_table.py`.
 from typing import Any
 
 from telegrad.errors import ProtocolError
-from telegrad.rpc.trust.exports import NAMED, find_export
+from telegrad.rpc.trust.exports import MOST_NAME_BYTES, NAMED, find_export
 from telegrad.wire.codec import unpack
 
 MOST_FUNCTIONS = 8192  # of one caller; ours ends at half as many
@@ -29,10 +29,12 @@ class FunctionTable:
         The next request may name the function by its number. That one may run first, in another thread, and this one
         may be refused before it is run: so this comes before anything else, in the order of arrival."""
         if call.function and call.function not in self._defined:
-            self._bytes += len(call.definition)
+            named = not self._exports_only or len(call.definition) <= MOST_NAME_BYTES
+            definition = call.definition if named else b""  # what is longer than any name is refused, and not kept
+            self._bytes += len(definition)
             if len(self._defined) >= MOST_FUNCTIONS or self._bytes > MOST_BYTES:
                 raise ProtocolError(f"it defines more than {MOST_FUNCTIONS} functions, or more than {MOST_BYTES} bytes")
-            self._defined[call.function] = call.definition
+            self._defined[call.function] = definition
 
     def definition(self, number: int) -> bytes | None:
         """What a number stands for, as it came."""

@@ -18,7 +18,7 @@ from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.event_loop import EventLoop, Failure, Result
 from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_call
-from telegrad.wire.messages import CancelCall, PythonCall, PythonRemoteCall, PythonReply
+from telegrad.wire.messages import Ack, CancelCall, PythonCall, PythonRemoteCall, PythonReply
 
 _RETURNED = PythonReply()
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
@@ -161,3 +161,4 @@ def _serve_cancel(request: Request) -> None:
         session.cancelling().ask(request_id)
         if request_id not in session.requests.running:  # answered this very moment
             session.cancelling().forget(request_id)
+    request.reply(Ack())  # a notice has none, but whoever sends it as a request is not left waiting

@@ -73,6 +73,7 @@ class Session(Answers):
         self.functions = FunctionTable(member.name, exports_only=self.plain)
         self._deferred: deque[Frame] = deque()  # notices to be served when no request waits
         self._spinner = Spinner()
+        self.closed = False  # its caller is gone for good: nobody will ask for the replies that are kept
 
     def __repr__(self) -> str:
         return f"<Session of {self.member.name!r}: {self.running} running>"
@@ -319,6 +320,7 @@ class Session(Answers):
 
     def close(self) -> None:
         """Stop serving; what is running goes on, its reply is dropped."""
+        self.closed = True
         connection, self.connection = self.connection, None
         if connection is not None:
             self._detach(connection)

@@ -21,8 +21,6 @@ COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of this process's control group, where it has one of its own
 
-_CORES_FOR_TLS = 4  # a worker, from which a second connection pays
-
 _taken: tuple[int, int] | None = None  # torch's threads before this process took its share, and the share
 _leaves_a_pool = False  # see `_after_fork`
 
@@ -45,12 +43,10 @@ def fair_share(workers: int) -> int:
 def connections_for(workers: int, encrypted: bool) -> int:
     """TCP connections for one large message where so many workers share this host.
 
-    Two pay even where each worker has one core; more than eight gain nothing. With TLS the threads spend most of their
-    time in short calls that need the GIL, and more than two are in each other's way."""
-    share = fair_share(workers)
-    if encrypted:
-        return 2 if share >= _CORES_FOR_TLS else 1
-    return min(8, max(2, share))
+    Four pay even where each worker has one core, since one thread works while others wait for their socket; more than
+    eight gain little. With TLS the threads spend most of their time in short calls that need the GIL, and are in each
+    other's way: one is as good as two, and more are worse."""
+    return 1 if encrypted else min(8, max(4, fair_share(workers)))
 
 
 def variables_for(workers: int, environment: Mapping[str, str], threads: int | None = None) -> dict[str, str]:

@@ -83,6 +83,8 @@ class Audit(Layer):
 
     def failed(self, request: Request, error: BaseException) -> None:
         """A request is answered with an error, or refused."""
+        if not request.recorded:
+            return
         refused = isinstance(error, CallRefused)
         record = self._record("out", request.caller.name, "refusal" if refused else "error")
         record["request"] = type(request.frame.message).__name__

@@ -13,6 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 NAMED = b"\x08"  # how the definition of a function begins that is called by the name it was exported under
 _MAX_NAME = 200
+MOST_NAME_BYTES = 1 + 4 * _MAX_NAME  # of a definition that is a name
 
 
 class Export(NamedTuple):
@@ -31,7 +32,9 @@ class Limits(NamedTuple):
         running: requests that it may have under way at a time.
         references: results it may have this worker keep (`rpc.remote`).
         contexts: autograd contexts it may have open here.
-        kept_bytes: bytes of results that are kept until it has said that they arrived.
+        context_calls: calls it may make in one of them: each is kept for the backward pass.
+        kept_bytes: bytes of results that are kept until it has said that they arrived; so many again of arguments of
+            its calls that are under way, and of its calls in open contexts.
         patience: seconds that this worker waits for it to take in an answer.
 
     Examples:
@@ -42,6 +45,7 @@ class Limits(NamedTuple):
     running: int = 64
     references: int = 256
     contexts: int = 64
+    context_calls: int = 4096
     kept_bytes: int = 2**30
     patience: float = 30.0
 
@@ -113,10 +117,16 @@ def exported_name(function: Any) -> str:
         name = None
     if name is None:
         raise SerializationError(
-            f"{function!r} cannot be sent: this worker exchanges plain data only (exports_only). Give the name under "
-            "which the other worker has exported it"
+            f"{function!r} cannot be sent, by rule 'exports only': this worker exchanges plain data alone "
+            "(exports_only). Give the name under which the other worker has exported it"
         )
     return name
+
+
+def refuse_where_plain(layers: Any, what: str, instead: str) -> None:
+    """Raise CallRefused for what needs functions of Telegrad's own on a worker that runs exported ones alone."""
+    if layers.plain:
+        raise CallRefused(f"rule 'exports only': {what} runs what was not exported on the other worker; {instead}")
 
 
 def find_export(definition: bytes, caller: str) -> Export:
@@ -134,7 +144,7 @@ def find_export(definition: bytes, caller: str) -> Export:
 
 def name_in(definition: bytes) -> str | None:
     """The name of an exported function that a definition gives; None if it gives the function in another way."""
-    if definition[:1] != NAMED or len(definition) > 4 * _MAX_NAME:
+    if definition[:1] != NAMED or len(definition) > MOST_NAME_BYTES:
         return None
     return definition[1:].decode("utf-8", "replace")
 

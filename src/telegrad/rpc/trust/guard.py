@@ -4,8 +4,11 @@ Every request passes here before its handler. What may be asked at all is a shor
 are counted for each peer by itself, so that one that asks too much is refused and the others notice nothing.
 """
 
+import math
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from telegrad.errors import CallRefused
 from telegrad.ids import worker_id_of, worker_of
@@ -38,6 +41,7 @@ from telegrad.wire.messages import (
     RRefUserDelete,
     TooLateForPass,
 )
+from telegrad.wire.tensor.specs import DTYPES, TensorSpec
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -49,6 +53,8 @@ _FREE = frozenset({Ack, Barrier, CancelCall, DialBack, Ping, RRefAck, RRefChildA
 _ABOUT_CONTEXTS = frozenset({AbortPass, CleanupAutogradContext, ParticipantDied, TooLateForPass})
 # The same, and this worker must have a part in it, too.
 _OVER_CONTEXTS = frozenset({BeginPass, PropagateGradients, RRefBackward})
+_MOST_REPLIES = 1024  # that a peer may leave without a word that they arrived; ours says so after 256
+_LARGE = 64 * 1024  # bytes of arguments that are worth counting
 
 
 class ContextHolder(Layer):
@@ -75,8 +81,12 @@ class _Peer:
 
     def __init__(self, limits: Limits) -> None:
         self.rate = TokenBucket(limits.calls_per_second, 2 * limits.calls_per_second)
-        self.references: set[int] = set()
-        self.contexts: set[int] = set()
+        self.recorded = TokenBucket(1.0, 10.0)  # refusals for asking too often, of which a record is kept
+        self.left_out = 0  # and those of which none was
+        self.sessions: WeakSet[Any] = WeakSet()
+        self.references: dict[int, int] = {}  # with the fork that each was made for
+        self.contexts: dict[int, list[int]] = {}  # for each how many calls it made in it, with how many bytes
+        self.arguments: dict[tuple[int, int], int] = {}  # bytes of the large ones, by session and request
 
 
 class Guard:
@@ -88,25 +98,35 @@ class Guard:
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
 
+    def check_rate(self, request: Request) -> None:
+        """Raise CallRefused if its sender asks too often. Before anything is written down about the request: of many
+        such refusals one a second is recorded, with the number of the others."""
+        peer, limits = self._peer(request.caller), self.limits
+        if peer.rate.take():
+            return
+        others = ""
+        if peer.recorded.take():
+            others, peer.left_out = f" ({peer.left_out} more were refused before)" if peer.left_out else "", 0
+        else:
+            peer.left_out += 1
+            request.recorded = False
+        text = f"rule 'calls_per_second': more than {limits.calls_per_second:g}; ask again later{others}"
+        raise CallRefused(text)
+
     def check(self, request: Request) -> None:
         """Raise CallRefused unless the rules allow a request."""
-        message, caller, limits = request.message, request.caller, self.limits
+        message, caller = request.message, request.caller
         peer = self._peer(caller)
-        if not peer.rate.take():
-            raise CallRefused(f"rule 'calls_per_second': more than {limits.calls_per_second:g}; ask again later")
-        if len(request.session.requests.running) > limits.running:
-            raise CallRefused(f"rule 'running': {limits.running} requests of yours are under way; wait for some")
-        if _held_bytes(request) > limits.kept_bytes:
-            raise CallRefused(f"rule 'kept_bytes': {limits.kept_bytes} bytes wait for you to say that they arrived")
+        self._check_amounts(peer, request)
         if type(message) is RpcWithAutograd:
-            self._check_context_count(peer, message.metadata.context_id)
             self._check_call(peer, request, message.call)
+            self._check_context(peer, message.metadata.context_id, _written_out(request.frame.tensors))
         elif type(message) in (PythonCall, PythonRemoteCall, RRefFetch):
             self._check_call(peer, request, message)
         elif type(message) in _OVER_CONTEXTS or type(message) in _ABOUT_CONTEXTS:
             self._check_part(message, caller)  # that gradients answer a message sent from here, the engine checks
         elif type(message) is RRefCreationFailed:  # keeps an error, as a call would
-            self._check_reference(peer, message.rref_id, caller)
+            self._check_reference(peer, message.rref_id, message.fork_id, caller, again=True)
         elif type(message) is RRefFlush:
             if self._agent.directory.by_id(worker_id_of(message.dead)) is None:
                 raise CallRefused("rule 'own references': it asks about a worker that is not known here")
@@ -123,6 +143,33 @@ class Guard:
                 peer = self._peers.setdefault(member.name, _Peer(self.limits))
         return peer
 
+    def _check_amounts(self, peer: _Peer, request: Request) -> None:
+        """What the peer has under way, over all its connections, and what is kept for it."""
+        limits, session = self.limits, request.session
+        if session not in peer.sessions:
+            with self._lock:
+                peer.sessions.add(session)
+        sessions = [session] if len(peer.sessions) == 1 else list(peer.sessions)
+        if sum(len(each.requests.running) for each in sessions) > limits.running:
+            raise CallRefused(f"rule 'running': {limits.running} requests of yours are under way; wait for some")
+        open_ones = [each for each in sessions if not each.closed]
+        if sum(len(each.requests.replies) for each in open_ones) > _MOST_REPLIES:
+            raise CallRefused(f"rule 'kept_bytes': {_MOST_REPLIES} results wait for you to say that they arrived")
+        if sum(_held_bytes(each) for each in open_ones) > limits.kept_bytes:
+            raise CallRefused(f"rule 'kept_bytes': {limits.kept_bytes} bytes wait for you to say that they arrived")
+        if not request.frame.tensors:
+            return
+        nbytes, most = _written_out(request.frame.tensors), self._agent.options.max_message_bytes
+        if nbytes > most:  # a few bytes can say that they are to be repeated without end
+            raise CallRefused(f"rule 'max_message_bytes': tensors of {nbytes} bytes, written out; at most {most}")
+        if nbytes > _LARGE:
+            with self._lock:
+                running = {(id(each), number) for each in sessions for number in list(each.requests.running)}
+                peer.arguments = {key: size for key, size in peer.arguments.items() if key in running}
+                if sum(peer.arguments.values()) + nbytes > limits.kept_bytes:
+                    raise CallRefused(f"rule 'kept_bytes': calls of yours with {limits.kept_bytes} bytes are under way")
+                peer.arguments[id(session), request.frame.request_id] = nbytes
+
     def _check_call(self, peer: _Peer, request: Request, call: Any) -> None:
         if type(call) is RRefFetch:
             _check_own(call.rref_id, request.caller)
@@ -137,28 +184,44 @@ class Guard:
         else:
             raise CallRefused("rule 'exports only': a function came by value; call exported names alone")
         if type(call) is PythonRemoteCall:
-            self._check_reference(peer, call.rref_id, request.caller)
+            self._check_reference(peer, call.rref_id, call.fork_id, request.caller)
 
-    def _check_reference(self, peer: _Peer, rref_id: int, caller: "Member") -> None:
+    def _check_reference(
+        self, peer: _Peer, rref_id: int, fork_id: int, caller: "Member", *, again: bool = False
+    ) -> None:
+        """A reference is made, or said to be never made; that may be said again of one that was."""
         _check_own(rref_id, caller)
         holder = self._agent.layers.find(ReferenceHolder)
         with self._lock:
+            known = peer.references.get(rref_id)
+            if known is not None:
+                if again and known == fork_id:
+                    return
+                raise CallRefused(f"rule 'own references': reference {rref_id} exists already")
             if len(peer.references) >= self.limits.references and holder is not None:
                 # Whether one is gone the ledger knows: that its holder says so is not enough.
-                peer.references = {known for known in peer.references if holder.keeps(known)}
+                peer.references = {rref: fork for rref, fork in peer.references.items() if holder.keeps(rref)}
             if len(peer.references) >= self.limits.references:
                 raise CallRefused(f"rule 'references': {self.limits.references} results are kept for you already")
-            peer.references.add(rref_id)
+            peer.references[rref_id] = fork_id
 
-    def _check_context_count(self, peer: _Peer, context_id: int) -> None:
-        if context_id in peer.contexts:
-            return
+    def _check_context(self, peer: _Peer, context_id: int, nbytes: int) -> None:
+        """A call in a context, which keeps what the call brought until it ends."""
+        limits = self.limits
         with self._lock:
-            if len(peer.contexts) >= self.limits.contexts:
-                peer.contexts = {known for known in peer.contexts if self._has_part(known)}
-            if len(peer.contexts) >= self.limits.contexts:
-                raise CallRefused(f"rule 'contexts': {self.limits.contexts} contexts of yours are open here")
-            peer.contexts.add(context_id)
+            kept = sum([of[1] for of in peer.contexts.values()])
+            if len(peer.contexts) >= limits.contexts or kept + nbytes > limits.kept_bytes:
+                peer.contexts = {known: of for known, of in peer.contexts.items() if self._has_part(known)}
+            if context_id not in peer.contexts and len(peer.contexts) >= limits.contexts:
+                raise CallRefused(f"rule 'contexts': {limits.contexts} contexts of yours are open here")
+            if sum([of[1] for of in peer.contexts.values()]) + nbytes > limits.kept_bytes:
+                raise CallRefused(f"rule 'kept_bytes': contexts of yours keep {limits.kept_bytes} bytes; end some")
+            calls, kept = peer.contexts.get(context_id, (0, 0))
+            if calls >= limits.context_calls:
+                raise CallRefused(
+                    f"rule 'context_calls': {calls} calls of yours in context {context_id}; begin another"
+                )
+            peer.contexts[context_id] = [calls + 1, kept + nbytes]
 
     def _check_part(self, message: Any, caller: "Member") -> None:
         """A message about a context: both have a part in it, or it is refused."""
@@ -172,6 +235,8 @@ class Guard:
             raise CallRefused(f"rule 'own contexts': worker {caller.name!r} has no part in context {context_id}")
         if type(message) is RRefBackward:
             _check_own(message.rref_id, caller)
+        elif type(message) in _OVER_CONTEXTS and self._agent.directory.by_id(message.root) is None:
+            raise CallRefused(f"rule 'own contexts': worker {message.root}, the root of the pass, is not known here")
 
     def _has_part(self, context_id: int) -> bool:
         holder = self._agent.layers.find(ContextHolder)
@@ -187,6 +252,8 @@ def install_guard(agent: "Agent") -> None:
         agent.install(audit)
 
     def look(request: Request) -> None:
+        if guard is not None:
+            guard.check_rate(request)
         if audit is not None:
             audit.asked(request)
         if guard is not None:
@@ -197,16 +264,25 @@ def install_guard(agent: "Agent") -> None:
     layers.plain, layers.audit = guard is not None, audit
 
 
-def _held_bytes(request: Request) -> int:
+def _held_bytes(session: Any) -> int:
     """Bytes of the replies that are kept for a caller: frames, or payload and memory of the tensors."""
     held = 0
-    for reply in list(request.session.requests.replies.values()):
+    for reply in list(session.requests.replies.values()):
         if type(reply) is bytes:
             held += len(reply)
         else:
             _, _, _, payload, _, memory = reply
             held += len(payload) + (len(memory) if isinstance(memory, bytes) else sum(s.nbytes for s in memory))
     return held
+
+
+def _written_out(tensors: Sequence[TensorSpec]) -> int:
+    """Bytes of tensors as they are to whoever computes with them; a sparse or expanded one has few of its own."""
+    return sum([math.prod(spec.shape) * _itemsize(spec.dtype) for spec in tensors])
+
+
+def _itemsize(code: int) -> int:
+    return DTYPES[code].itemsize if 0 <= code < len(DTYPES) else 0  # what is wrong with it is found when it is built
 
 
 def _check_own(rref_id: int, caller: "Member") -> None:

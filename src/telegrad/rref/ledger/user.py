@@ -64,6 +64,15 @@ class UserLedger:
         used = self._used.get(fork_id)
         return () if used is None else (SendCreationFailed(used.owner, used.rref_id, fork_id),)
 
+    def creation_refused(self, fork_id: ForkId) -> Actions:
+        """The owner has answered that it will not make the value: it keeps nothing, and need not hear of an end. Only
+        if the handle was passed on it is told as of a creation that failed, for those who may ask it."""
+        used = self._used.get(fork_id)
+        if used is None or used.children:
+            return self.creation_failed(fork_id)
+        del self._used[fork_id]
+        return ()
+
     def receive(self, rref_id: RRefId, fork_id: ForkId, owner: PeerId) -> Actions:
         """A call brought a handle of another worker's value."""
         parent = maker_of(fork_id)

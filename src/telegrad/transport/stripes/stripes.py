@@ -40,6 +40,8 @@ class Stripes:
     def __init__(self, main: SocketStream, sides: Sequence[SocketStream], threads: PartThreads) -> None:
         self._main = main
         self._sides = tuple(sides)
+        for side in self._sides:
+            side.keep_alive()
         self._threads = threads
         self._lock = threading.Lock()
         self._busy = 0  # threads that are at a side stream
@@ -150,6 +152,11 @@ class Stripes:
     def peer_host_answers(self, seconds: float) -> bool:
         """Whether the peer's kernel confirmed something on a side stream within `seconds`."""
         return any(side.peer_host_answers(seconds) for side in self._sides)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether all that was written to the side streams has reached the peer's host."""
+        return all(side.delivered for side in self._sides)
 
     def abort(self) -> None:
         """A part cannot be sent or read: nothing can follow it, on any of the streams."""

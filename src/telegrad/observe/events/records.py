@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from telegrad import trace
-from telegrad.observe.timeline.kernels import Kernel
+from telegrad.observe.events.kernels import Kernel
 from telegrad.transport.device.channel import is_of_device
 from telegrad.wire.frames import INLINE, FrameKind
 from telegrad.wire.messages import Observe, PropagateGradients, PythonCall, RpcWithAutograd, RpcWithProfiling
