@@ -264,7 +264,7 @@ def test_the_last_answers_of_a_burst_are_delivered(two: dict[str, Agent]) -> Non
     connection = session.connection
     assert connection is not None
     send = connection.send_encoded
-    connection.send_encoded = lambda frame, deadline, hold: send(frame, deadline, True)
+    connection.send_encoded = lambda frame, deadline=None, hold=False: send(frame, deadline, True)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call, "a", "b", count, "held")
         wait_until(lambda: bool(connection.outbox))
