@@ -100,7 +100,7 @@ def in_local_pass(graph: Graph) -> None:
     sent, recvs, _ = graph
     edges = {number: Roots((get_gradient_edge(tensor),), []) for number, tensor in enumerate(sent)}
     pass_ = LocalHalf(retain_graph=False)
-    pass_.start(edges, recvs)
+    pass_.start(edges, {recv.node: recv for recv in recvs})
     for number in edges:
         pass_.hear(number, [torch.ones(8)])
         pass_.run()

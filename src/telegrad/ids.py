@@ -15,7 +15,7 @@ can tell who made it without asking.
 import itertools
 import random
 from collections.abc import Iterator
-from typing import NewType
+from typing import Any, NewType
 
 WorkerId = NewType("WorkerId", int)
 Incarnation = NewType("Incarnation", int)
@@ -68,12 +68,12 @@ def make_id(peer: PeerId, number: int) -> int:
     return peer << COUNTER_BITS | number
 
 
-def ids_of(peer: PeerId) -> Iterator[int]:
+def ids_of(peer: PeerId) -> Iterator[Any]:
     """Ids for things of one kind that a peer makes. `next` on it is atomic under the GIL, so threads may share it."""
     return itertools.count(make_id(peer, 0))
 
 
-def random_ids_of(peer: PeerId) -> Iterator[int]:
+def random_ids_of(peer: PeerId) -> Iterator[Any]:
     """The same, for ids that nobody should guess. They may repeat, once in very many."""
     draw = random.SystemRandom().getrandbits
     return iter(lambda: make_id(peer, draw(COUNTER_BITS)), None)

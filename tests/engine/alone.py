@@ -36,4 +36,5 @@ class Alone(LocalPass[K]):
         """Start with the Sends and Recvs given, and keep none of them."""
         sends, self.sends = self.sends, {}
         recvs, self.recvs = self.recvs, {}
-        self.start({key: Roots(tuple(edges), []) for key, edges in sends.items()}, recvs.values())
+        by_node = {recv.node: recv for recv in recvs.values()}
+        self.start({key: Roots(tuple(edges), []) for key, edges in sends.items()}, by_node)

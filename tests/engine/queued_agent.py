@@ -6,6 +6,8 @@ It has what the engine asks of an agent, under the same names and with the same 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -61,7 +63,21 @@ class QueuedRequest:
     tensors: list[Tensor]
     slot: Slot | None
     caller: Member
+    agent: "QueuedAgent"
     answered: bool = field(default=False)
+
+    @property
+    def session(self) -> Any:
+        return SimpleNamespace(member=self.caller)
+
+    def take_tensors(self) -> list[Tensor]:
+        return list(self.tensors)
+
+    def reply(self, message: AnyMessage, packed: Packed = NOTHING, *, lazy: bool = False) -> None:
+        self.agent.answer(self, (message, packed.tensors, None))
+
+    def fail(self, error: BaseException) -> None:
+        self.agent.answer(self, (None, [], error))
 
 
 class QueuedAgent:
@@ -93,23 +109,17 @@ class QueuedAgent:
         self._post.put("request", self, member, (message, packed.tensors, slot))
         return slot
 
+    def link(self, member: Member) -> Any:
+        return SimpleNamespace(send=partial(self.send, member), notify=partial(self.notify, member))
+
     def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
         self._post.put("request", self, member, (message, [], None))
 
-    def reply(self, request: Any, message: AnyMessage, packed: Packed = NOTHING, *, lazy: bool = False) -> None:
-        self._answer(request, (message, packed.tensors, None))
-
-    def fail(self, request: Any, error: BaseException) -> None:
-        self._answer(request, (None, [], error))
-
-    def _answer(self, request: QueuedRequest, content: tuple[Any, ...]) -> None:
+    def answer(self, request: QueuedRequest, content: tuple[Any, ...]) -> None:
         if request.slot is not None:
             assert not request.answered, f"{request.message} was answered twice"
             request.answered = True
             self._post.put("reply", self, request.caller, (request.slot, *content))
-
-    def received(self, request: Any) -> list[Tensor]:
-        return list(request.tensors)
 
     def reply_frame(self, slot: Slot) -> Any:
         if slot.error is not None:
@@ -126,11 +136,11 @@ class QueuedAgent:
 
     def take_request(self, caller: Member, message: AnyMessage, tensors: list[Tensor], slot: Slot | None) -> None:
         """A request arrives, and is served."""
-        request: Any = QueuedRequest(message, tensors, slot, caller)
+        request: Any = QueuedRequest(message, tensors, slot, caller, self)
         try:
             self.layers.served[type(message)].handler(request)
         except Exception as error:
-            self.fail(request, error)
+            request.fail(error)
 
     def take_reply(self, callee: Member, slot: Slot, message: AnyMessage, tensors: Any, error: Any) -> None:
         """A reply arrives."""

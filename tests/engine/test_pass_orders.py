@@ -31,9 +31,10 @@ from telegrad.errors import WorkerDied
 from telegrad.ids import ContextId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.request import Request
 from telegrad.rpc.threads.wakeup import Wakeup
 from telegrad.rpc.workers import Member
-from tests.engine.queued_agent import QueuedAgent
+from tests.engine.queued_agent import QueuedAgent, QueuedRequest
 from tests.exploring import Chance, SeenBefore, explore
 
 
@@ -187,7 +188,7 @@ class World:
         try:
             self.pass_ = pass_ = self.root.service.open(self.root.context, False, 600.0)
             pass_.new_wakeup = lambda: Step(self)
-            pass_.begin(Roots((get_gradient_edge(root),), [torch.ones_like(root)]))
+            pass_.begin(roots=Roots((get_gradient_edge(root),), [torch.ones_like(root)]))
             pass_.wait()
             return None
         except BaseException as error:
@@ -279,12 +280,15 @@ SCENARIOS: dict[str, tuple[Forward, int]] = {
 }
 
 # What a pass asks of its agent.
-ASKED = ("send", "notify", "reply", "fail", "received", "reply_frame", "reply_tensors")
+ASKED = [(QueuedAgent, Agent, name) for name in ("send", "notify", "reply_frame", "reply_tensors")]
+ASKED += [(QueuedRequest, Request, name) for name in ("take_tensors", "reply", "fail")]
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_agents_here_are_asked_as_real_ones_are(name: str) -> None:
-    here, real = signature(getattr(QueuedAgent, name)).parameters, signature(getattr(Agent, name)).parameters
+@pytest.mark.parametrize(("here", "real", "name"), ASKED)
+def test_agents_here_are_asked_as_real_ones_are(here: Any, real: Any, name: str) -> None:
+    here, real = dict(signature(getattr(here, name)).parameters), dict(signature(getattr(real, name)).parameters)
+    here.pop("self", None)
+    real.pop("self", None)
     positional = [parameter for parameter in real.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     assert [parameter.name for parameter in positional] == [
         parameter.name for parameter in here.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD

@@ -32,6 +32,10 @@ class Quiet(PassService):
         layers.install(Registry(agent))
         super().__init__(agent)
         self.said: list[tuple[Any, ...]] = []
+        self.answered: list[Pass] = []
+
+    def answer(self, request: Any, ended: Pass, carried: Any) -> None:
+        self.answered.append(ended)
 
     def invite(self, pass_: Pass, worker: WorkerId) -> None:
         self.said.append(("invite", worker))
@@ -57,12 +61,13 @@ class Part:
         self.product = (x if used else torch.ones(2)) * self.weight
         self.context.add_send(SendNode(SENT, PEER, [self.product]))
         self.context.participants.add(PEER)
-        self.ended: list[Pass] = []
+        self.ended = self.service.answered
 
     def enter(self, number: int = 0, root: WorkerId = ROOT) -> Pass:
         entered, is_new = self.service.join(self.context, PassId(make_id(peer_id(root, 0), number)), root, False, ())
         assert is_new
-        entered.when_ended(self.ended.append)
+        request: Any = None
+        entered.answer_at_end(request)
         return entered
 
 
@@ -181,7 +186,7 @@ def test_the_first_error_counts_and_everything_is_released() -> None:
     assert part.ended == [pass_]
     pass_.hear_and_run(SENT, gradient())
     assert part.context.gradients == {}
-    assert (pass_._early, pass_._sends, pass_._graph) == ([], {}, None)
+    assert (pass_._early, pass_._unheard, pass_._graph) == ((), {}, None)
     assert "failed" in repr(pass_)
 
 
@@ -260,6 +265,6 @@ def test_the_root_hears_its_roots_like_a_send() -> None:
     pass_ = part.enter(root=HERE)
     loss = (part.product * 2).sum()
     part.context.sends.clear()
-    pass_.begin(Roots((get_gradient_edge(loss),), [torch.ones(())]))
+    pass_.begin(roots=Roots((get_gradient_edge(loss),), [torch.ones(())]))
     assert part.ended == [pass_]
     assert part.context.gradients[part.weight].tolist() == [2.0, 2.0]

@@ -129,7 +129,7 @@ def inspect_context(context_id: int) -> dict[str, Any]:
     return {
         "context_id": found.context_id,
         "sends": {i: send.peer for i, send in found.sends.items()},
-        "receives": {i: recv.peer for i, recv in found.recvs.items()},
+        "receives": {recv.message_id: recv.peer for recv in list(found.recvs.values())},
         "participants": sorted(found.participants),
         "gradients": len(found.gradients),
         "waiting_for": found.waiting_for(),

@@ -10,6 +10,8 @@ function may use parameters, or call on to others, and both must happen in the c
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import compress
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import msgspec
@@ -41,6 +43,9 @@ from telegrad.wire.tensor.specs import Flag
 
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)  # a plain int: arithmetic on enums costs a microsecond
 _MOST_PARTICIPANTS = MAX_WORKER_ID + 1  # that a reply may name
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+_leaving_graph: Callable[[Tensor], Tensor] = methodcaller("requires_grad_", False)
+_PLAIN = {Tensor}
 _CALLS = {PythonCall, PythonRemoteCall, RRefFetch}
 
 
@@ -63,8 +68,9 @@ def record_call(
     if not context.usable:
         context.check_usable()
     context.participants.add(to)  # before the Send: a pass that counts that one must know whom to ask
-    metadata = _record_send(registry, context, to, tensors)
-    recorded = registry.recorded(context, to, metadata.message_id)
+    message_id = _record_send(registry, context, to, tensors)
+    metadata = AutogradMetadata(context.context_id, message_id)
+    recorded = registry.recorded(context, to, message_id)
     return RpcWithAutograd(metadata, message, context.strict), recorded  # type: ignore[arg-type] # it is in _CALLS
 
 
@@ -93,13 +99,12 @@ class _WithoutGrad:
 _WITHOUT_GRAD = _WithoutGrad()
 
 
-def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: list[Tensor]) -> AutogradMetadata:
-    message_id = MessageId(next(registry.message_ids))
-    for tensor in tensors:
-        if tensor.requires_grad:
-            context.add_send(SendNode(message_id, to, [tensor for tensor in tensors if tensor.requires_grad]))
-            break
-    return AutogradMetadata(context.context_id, message_id)
+def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: list[Tensor]) -> MessageId:
+    message_id = next(registry.message_ids)
+    sent = [*filter(_requires_grad, tensors)]
+    if sent and not context.ended:
+        context.sends[message_id] = SendNode(message_id, to, sent)
+    return message_id
 
 
 def record_recv(
@@ -110,17 +115,20 @@ def record_recv(
     note: Callable[[Context, RecvNode], None] = Context.add_recv,
 ) -> list[Tensor]:
     """Put the tensors that required grad at their sender behind a Recv."""
-    behind = {}  # by position
-    for position, tensor in enumerate(tensors):
-        if tensor.requires_grad:
-            plain = type(tensor) is Tensor
-            behind[position] = tensor.requires_grad_(False) if plain else _of_parameter(tensor, tensors)
-    if behind:
-        attached, recv = attach_recv([*behind.values()], message_id, sender)
-        note(context, recv)
-        for position, tensor in zip(behind, attached, strict=True):
-            tensors[position] = tensor
-    return tensors
+    required = [*map(_requires_grad, tensors)]
+    if True not in required:
+        return tensors
+    behind = [*compress(tensors, required)]
+    if {*map(type, behind)} == _PLAIN:
+        behind = [*map(_leaving_graph, behind)]
+    else:
+        behind = [_of_parameter(t, tensors) if type(t) is not Tensor else _leaving_graph(t) for t in behind]
+    attached, recv = attach_recv(behind, message_id, sender)
+    note(context, recv)
+    if False not in required:
+        return [*attached]
+    left = iter(attached)
+    return [next(left) if behind else tensor for tensor, behind in zip(tensors, required, strict=True)]
 
 
 def _of_parameter(parameter: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -175,8 +183,7 @@ class _RecordedForStranger(_Recorded, eq=False):
 
 def serve_recorded(registry: Registry, request: Request) -> None:
     """The handler of `RpcWithAutograd`: tie the call into its context, then let the inner call's handler run it."""
-    message = request.message
-    assert type(message) is RpcWithAutograd
+    message: RpcWithAutograd = request.message  # type: ignore[assignment] # this is what it is registered for
     metadata, member = message.metadata, request.session.member
     context = registry.join(metadata.context_id)
     if not context.usable:
@@ -193,7 +200,7 @@ def serve_recorded(registry: Registry, request: Request) -> None:
     served = _Served(registry, context, caller, metadata.message_id)
     request.message = message.call
     request.on_tensors, request.on_reply, request.scope = served.received, served.reply, served.scope
-    request.session.serve(request)
+    request.session.serve_inner(request)
 
 
 class _Served(msgspec.Struct, eq=False):
@@ -213,7 +220,7 @@ class _Served(msgspec.Struct, eq=False):
         context = self._context
         if context.ended:
             raise AutogradError(f"context {context.context_id} ended before a call in it had returned")
-        metadata = _record_send(self._registry, context, self._caller, tensors)
+        metadata = AutogradMetadata(context.context_id, _record_send(self._registry, context, self._caller, tensors))
         others = context.participants
         named = tuple(others) if len(others) > 1 else ()
         return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
@@ -236,7 +243,10 @@ def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
 
 def _has_gradients(frame: Frame) -> bool:
     """Whether a message has tensors that require grad, so that there is a Send that waits to hear."""
-    return any(spec.flags & _REQUIRES_GRAD for spec in frame.tensors)
+    for spec in frame.tensors:  # noqa: SIM110 - on the path of every recorded call
+        if spec.flags & _REQUIRES_GRAD:
+            return True
+    return False
 
 
 class AutogradLayer(Registry):

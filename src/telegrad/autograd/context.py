@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from telegrad.autograd.functions import RecvNode, SendNode
 from telegrad.errors import AutogradError, ContextFailed, WorkerDied
@@ -23,8 +24,8 @@ class Snapshot(msgspec.Struct, frozen=True, eq=False):
     """The nodes of a context at one moment."""
 
     sends: dict[MessageId, SendNode]
-    recvs: dict[MessageId, RecvNode]
-    orphans: dict[MessageId, WorkerId]
+    recvs: dict[Node, RecvNode]
+    orphans: dict[MessageId, WorkerId] = {}
     alone: set[MessageId] | frozenset[MessageId] = frozenset()  # Sends that will hear from nobody
 
 
@@ -40,7 +41,7 @@ class Context(msgspec.Struct, eq=False, weakref=True):
     context_id: ContextId
     here: WorkerId
     sends: dict[MessageId, SendNode] = {}
-    recvs: dict[MessageId, RecvNode] = {}
+    recvs: dict[Node, RecvNode] = {}  # by their autograd nodes, as a pass meets them
     # Messages whose tensors nobody here can use: their Recv is still to be made, or never will be, since the call
     # failed or its caller had given up. Their Sends must hear so.
     orphans: dict[MessageId, WorkerId] = {}
@@ -122,16 +123,15 @@ class Context(msgspec.Struct, eq=False, weakref=True):
 
     def add_recv(self, recv: RecvNode) -> None:
         """The tensors of a message that `arrived` are now part of the graph here."""
-        with self.lock:
-            if not self.ended:
-                self.orphans.pop(recv.message_id, None)
-                self.recvs[recv.message_id] = recv
+        if not self.ended:
+            self.recvs[recv.node] = recv  # first: for a moment it is both, and a snapshot counts it once
+            self.orphans.pop(recv.message_id, None)
 
     def arrived_with(self, recv: RecvNode) -> None:
         """Both at once: a message came, and its tensors are part of the graph."""
         with self.lock:
             if not self.ended:
-                self.recvs[recv.message_id] = recv
+                self.recvs[recv.node] = recv
             late = self._late
         if late is not None:
             late(recv.message_id, recv.peer)
@@ -144,10 +144,17 @@ class Context(msgspec.Struct, eq=False, weakref=True):
         """What a pass works with that begins now. `late` hears of every message that arrives from now on."""
         with self.lock:
             self._late, self._begun = late, pass_id
-            if not self.unsent and not self._too_late:
-                return Snapshot(self.sends.copy(), self.recvs.copy(), self.orphans.copy())
-            alone = self.unsent | self._too_late.pop(pass_id, set())
-            return Snapshot(self.sends.copy(), self.recvs.copy(), self.orphans.copy(), alone)
+            if not self.orphans and not self.unsent and not self._too_late:
+                return Snapshot(self.sends.copy(), self.recvs.copy())
+            return self._whole_snapshot(pass_id)
+
+    def _whole_snapshot(self, pass_id: PassId) -> Snapshot:
+        """The same with messages that have one end only."""
+        orphans = self.orphans.copy()
+        recvs = self.recvs.copy()
+        attached = {recv.message_id for recv in recvs.values()}
+        left = {message_id: sender for message_id, sender in orphans.items() if message_id not in attached}
+        return Snapshot(self.sends.copy(), recvs, left, self.unsent | self._too_late.pop(pass_id, set()))
 
     def came_too_late(self, message_id: MessageId, pass_id: PassId) -> bool:
         """A message from here came too late for a pass. Says whether that has begun here; if not, it will know."""
@@ -172,11 +179,10 @@ class Context(msgspec.Struct, eq=False, weakref=True):
                 self.gradients[leaf] = gradient if known is None else add_gradients(known, gradient)
 
     def clear(self) -> None:
-        """Let go of every tensor and node."""
-        with self.lock:
-            self.ended, self.usable = True, False
-            self.sends, self.recvs, self.orphans, self.gradients = {}, {}, {}, {}
-            self._late = None
+        """Let go of every tensor and node. Without the lock: what another thread adds now goes with the context."""
+        self.ended, self.usable = True, False
+        self.sends, self.recvs, self.orphans, self.gradients = {}, {}, {}, {}
+        self._late = None
 
 
 def add_gradients(one: Tensor, other: Tensor) -> Tensor:

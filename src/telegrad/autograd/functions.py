@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -25,6 +26,11 @@ from telegrad.errors import AutogradError, GradientMismatch
 from telegrad.ids import MessageId, WorkerId
 
 Gradients: TypeAlias = Sequence[Tensor | None]
+
+_is_grad_enabled, _in_inference_mode = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_strided = torch.strided
+_WrittenInPython = torch._C._FunctionBase  # an edge to such a node has to keep it alive
+_is_nested = attrgetter("is_nested")
 
 
 class TensorMeta(NamedTuple):
@@ -57,6 +63,9 @@ def _nested_again(numbers: Any, like: Any) -> Tensor:
         return torch._nested_view_from_buffer(numbers, *form)
 
 
+_meta: Callable[[Tensor], tuple[torch.Size, torch.dtype, torch.device]] = attrgetter("shape", "dtype", "device")
+
+
 class SendNode:
     """Where the gradients of one message's tensors enter the graph of the worker that sent it."""
 
@@ -68,33 +77,37 @@ class SendNode:
         """`tensors` are those of the message that require grad, in its order."""
         self.message_id = message_id
         self.peer = peer
-        self.metas = metas = []
-        self.edges = edges = []
+        try:
+            self.metas = [*map(_meta, tensors)]
+        except RuntimeError:  # one is nested, and has no shape: its numbers are what travels
+            tensors = [_numbers_of(tensor) if tensor.is_nested else tensor for tensor in tensors]
+            self.metas = [*map(_meta, tensors)]
+        # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
+        self.edges = [*map(edge_of, tensors)]
         self.at_leaves = True  # whether all its tensors are leaves: then its gradients enter no graph
-        for tensor in tensors:
-            try:
-                shape = tensor.shape
-            except RuntimeError:  # it is nested
-                tensor = _numbers_of(tensor)  # noqa: PLW2901 - these are what travels
-                shape = tensor.shape
-            metas.append((shape, tensor.dtype, tensor.device))
-            # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
-            edge = edge_of(tensor)
-            edges.append(edge)
+        for edge in self.edges:
             if edge[0].next_functions:
                 self.at_leaves = False
+                break
 
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""
+        try:
+            if [*map(_meta, gradients)] == self.metas:  # type: ignore[arg-type] # None raises
+                return
+        except (AttributeError, RuntimeError):  # one is None; or nested, and so does not fit
+            pass
+        self._check_each(gradients)
+
+    def _check_each(self, gradients: Gradients) -> None:
         metas = self.metas
         if len(gradients) != len(metas):
             raise GradientMismatch(
                 f"worker {self.peer} returned {len(gradients)} gradients for message {self.message_id}, which sent "
                 f"{len(metas)} tensors that require grad; the gradients were not used"
             )
-        for gradient, meta in zip(gradients, metas, strict=True):
-            if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) != meta:
-                position = next(at for at, other in enumerate(gradients) if other is gradient)
+        for position, (gradient, meta) in enumerate(zip(gradients, metas, strict=True)):
+            if gradient is not None and _meta(gradient) != meta:
                 raise GradientMismatch(
                     f"worker {self.peer} returned a gradient of {TensorMeta.of(gradient)} for tensor {position} of "
                     f"message {self.message_id}, which is {TensorMeta(*meta)}; the gradients were not used"
@@ -114,22 +127,28 @@ class SendNode:
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """Where the gradient of a tensor goes. A view of a view made under `no_grad` says that it requires grad, but leads
-    nowhere: in one process its gradient is dropped, and so it is here."""
-    if tensor.layout is not torch.strided:  # torch asks a view of the tensor, and there is none of a sparse one
-        with torch.enable_grad():
-            owner: Any = tensor.clone().grad_fn
-        behind, output_nr = owner.next_functions[0]
-        return GradientEdge(behind, output_nr, ownership_token=owner)
-    # The two common cases, as `get_gradient_edge` has them, without its switching of modes.
+    """Where the gradient of a tensor goes. The two common cases, as `get_gradient_edge` has them, without its switching
+    of modes."""
     node: Any = tensor.grad_fn
-    if node is None and torch.is_grad_enabled():
+    if node is not None:
+        if not isinstance(node, _WrittenInPython):
+            return GradientEdge(node, tensor.output_nr)
+    elif tensor.layout is _strided and _is_grad_enabled():
         view: Any = tensor.view_as(tensor).grad_fn
         leaf = view.next_functions[0][0]
         if leaf is not None:
             return GradientEdge(leaf, 0)
-    elif node is not None and not isinstance(node, torch._C._FunctionBase):
-        return GradientEdge(node, tensor.output_nr)
+    return _unusual_edge_of(tensor)
+
+
+def _unusual_edge_of(tensor: Tensor) -> GradientEdge:
+    """The same of any other. A view of a view made under `no_grad` says that it requires grad, but leads nowhere: in
+    one process its gradient is dropped, and so it is here."""
+    if tensor.layout is not _strided:  # torch asks a view of the tensor, and there is none of a sparse one
+        with torch.enable_grad():
+            owner: Any = tensor.clone().grad_fn
+        behind, output_nr = owner.next_functions[0]
+        return GradientEdge(behind, output_nr, ownership_token=owner)
     try:
         return get_gradient_edge(tensor)
     except AssertionError:
@@ -225,10 +244,9 @@ def attach_recv(
     `tensors` are those of the message that required grad where they came from, in its order, at least one. None of them
     may be part of a graph yet. The tensors returned may be changed in place, but views not.
     """
-    for tensor in tensors:
-        if tensor.is_nested:
-            return _attach_nested(tensors, message_id, peer)
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+    if any(map(_is_nested, tensors)):
+        return _attach_nested(tensors, message_id, peer)
+    if _is_grad_enabled() and not _in_inference_mode():
         attached = _apply_recv(_anchor, message_id, peer, tensors)
     else:
         with torch.inference_mode(False), torch.enable_grad():

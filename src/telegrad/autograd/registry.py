@@ -6,6 +6,7 @@ user starts begins outside any.
 
 import logging
 import threading
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 from telegrad.autograd.context import Context
@@ -38,16 +39,22 @@ class ContextEngine(Layer):
 
 
 class Registry(ContextHolder):
-    """The contexts of one agent."""
+    """The contexts of one agent.
+
+    A context begins and ends without a lock, by single operations on tables in this order: who ends it says so in
+    `_ended` before taking it out of `_contexts`, and who begins it looks at `_ended` after putting it there.
+    """
+
+    engine: ContextEngine | None = None  # what runs passes; it puts itself here
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.here = agent.member.worker_id
         me = peer_of(agent.member)
-        self._context_ids = ids_of(me)
-        self.message_ids = ids_of(me)  # of this worker's Sends
-        self._lock = threading.Lock()
-        self._contexts: dict[ContextId, Context] = {}
+        self._context_ids: Iterator[ContextId] = ids_of(me)
+        self.message_ids: Iterator[MessageId] = ids_of(me)  # of this worker's Sends
+        self._lock = threading.Lock()  # of those who forget what has ended
+        self._contexts: dict[int, Context] = {}
         self._strict: dict[ContextId, None] = {}  # those that are strict
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
         self._ended: dict[ContextId, None] = {}
@@ -61,12 +68,12 @@ class Registry(ContextHolder):
 
     def next_message_id(self) -> MessageId:
         """An id for a Send of this worker."""
-        return MessageId(next(self.message_ids))
+        return next(self.message_ids)
 
     def open(self, strict: bool = False) -> Context:
         """A new context of this worker's own."""
-        context = Context(ContextId(next(self._context_ids)), self.here)
-        self._contexts[context.context_id] = context
+        context_id = next(self._context_ids)
+        self._contexts[context_id] = context = Context(context_id, self.here)
         if strict:
             self.make_strict(context)
         return context
@@ -85,24 +92,22 @@ class Registry(ContextHolder):
         context = self._contexts.get(context_id)
         if context is not None:
             return context
-        with self._lock:
-            if context_id in self._ended:
-                raise ContextNotFound(
-                    f"context {context_id} has ended; a call in it reached worker {self.agent.info.name!r} too late"
-                )
-            context = self._contexts.get(context_id)
-            if context is None and len(self._contexts) >= MOST_CONTEXTS:
-                raise AutogradError(
-                    f"worker {self.agent.info.name!r} has a part in {MOST_CONTEXTS} contexts that have not ended; it "
-                    "takes part in no more"
-                )
-            if context is None:
-                self._contexts[context_id] = context = Context(context_id, self.here)
-            return context
+        if len(self._contexts) >= MOST_CONTEXTS:
+            raise AutogradError(
+                f"worker {self.agent.info.name!r} has a part in {MOST_CONTEXTS} contexts that have not ended; it "
+                "takes part in no more"
+            )
+        context = self._contexts.setdefault(context_id, Context(context_id, self.here))
+        if context_id in self._ended:
+            self._contexts.pop(context_id, None)
+            raise ContextNotFound(
+                f"context {context_id} has ended; a call in it reached worker {self.agent.info.name!r} too late"
+            )
+        return context
 
     def find(self, context_id: int) -> Context:
         """A context that must exist."""
-        context = self._contexts.get(ContextId(context_id))
+        context = self._contexts.get(context_id)
         if context is None:
             raise ContextNotFound(
                 f"Could not find autograd context with id: {context_id} on worker {self.agent.info.name!r}: it has "
@@ -112,7 +117,7 @@ class Registry(ContextHolder):
 
     def get(self, context_id: int) -> Context | None:
         """A context, if it exists."""
-        return self._contexts.get(ContextId(context_id))
+        return self._contexts.get(context_id)
 
     def has_part(self, context_id: int, worker_id: int) -> bool:
         """Whether a worker is known to have a part in a context that is known here."""
@@ -121,28 +126,29 @@ class Registry(ContextHolder):
 
     def end(self, context_id: ContextId) -> Context | None:
         """Forget a context; what it was, if it was there."""
-        with self._lock:
-            ended = self._ended
-            ended[context_id] = None
-            if len(ended) > _ENDED_MEMORY:
-                del ended[next(iter(ended))]
-            context = self._contexts.pop(context_id, None)
-            if self._strict:
-                self._strict.pop(context_id, None)
+        self._ended[context_id] = None
+        if len(self._ended) > _ENDED_MEMORY:
+            self._forget_oldest()
+        context = self._contexts.pop(context_id, None)
+        if self._strict:
+            self._strict.pop(context_id, None)
         if context is not None:
             context.clear()
         return context
 
+    def _forget_oldest(self) -> None:
+        with self._lock:
+            for context_id in [*self._ended][: _ENDED_MEMORY // 8]:
+                self._ended.pop(context_id, None)
+
     def end_everywhere(self, context_id: ContextId) -> None:
         """End a context of this worker's own, on all workers it reached."""
-        engine = self.agent.find_layer(ContextEngine)
-        (self.end if engine is None else engine.end_everywhere)(context_id)
+        (self.end if self.engine is None else self.engine.end_everywhere)(context_id)
 
     def participant_lost(self, member: Member) -> None:
         """A worker that is known to be dead turns out to have a part in a context here."""
-        engine = self.agent.find_layer(ContextEngine)
-        if engine is not None:
-            engine.participant_lost(member)
+        if self.engine is not None:
+            self.engine.participant_lost(member)
 
     def on_close(self) -> None:
         """The worker shuts down: nothing of any context is of use any more."""
@@ -176,4 +182,4 @@ def registry_of(agent: Agent) -> Registry:
 
 def registry() -> Registry:
     """The registry of this process's agent."""
-    return registry_of(require_agent())
+    return require_agent().layer(Registry)

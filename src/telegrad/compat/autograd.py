@@ -66,7 +66,7 @@ class DistAutogradContext:
 
     def _recv_functions(self) -> dict[int, Any]:
         """The autograd nodes behind received tensors, by message id."""
-        return {message_id: recv.node for message_id, recv in list(self._context.recvs.items())}
+        return {int(recv.message_id): recv.node for recv in list(self._context.recvs.values())}
 
     def _known_worker_ids(self) -> set[int]:
         """The other workers that have a part in this context."""

@@ -15,7 +15,6 @@ from telegrad.engine.higher.service import RecordingService
 from telegrad.engine.root_pass import RootPass
 from telegrad.engine.rref_backward import backward_from, serve_backward
 from telegrad.engine.service import PassService
-from telegrad.ids import ContextId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import Served
 from telegrad.rpc.request import Request
@@ -37,6 +36,10 @@ __all__ = ["EngineLayer", "backward", "backward_async", "end_context", "grad", "
 
 class EngineLayer(PassService, ContextEngine, RecordedPasses, BackwardRunner):
     """The passes of an agent, with all that they answer, and what the layers below ask of them."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent)
+        self.registry.engine = self
 
     def messages(self) -> Mapping[type[Any], Served]:
         """Passes and their ends, the ends of contexts, and passes that begin at a reference."""
@@ -67,9 +70,7 @@ class EngineLayer(PassService, ContextEngine, RecordedPasses, BackwardRunner):
         """The same, of one that is found to have a part in a context after its end was told."""
         self.lost(member)
 
-    def end_everywhere(self, context_id: ContextId) -> None:
-        """Forget a context here and on all workers it reached."""
-        end_context(self, context_id)
+    end_everywhere = end_context  # not by way of a method: every context ends
 
     def backward_from(self, rref: RRef[Any], context_id: int, retain_graph: bool, create_graph: bool) -> None:
         """Run a pass whose root is a reference."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from telegrad import trace
 from telegrad.autograd.context import Context
@@ -24,6 +25,8 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+
+_profiler_enabled = torch._C._autograd._profiler_enabled
 
 
 class PassProfiler(Layer):
@@ -84,12 +87,12 @@ def backward(
         pass_ = agent.layer(RecordedPasses).open_recording(context, seconds)
     else:
         pass_ = service.open(context, retain_graph, seconds)
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # torch declares no type for it
+    if _profiler_enabled():
         with agent.layer(PassProfiler).profiling(context):
-            pass_.begin(started)
+            pass_.begin(roots=started)
             pass_.wait()
     else:
-        pass_.begin(started)
+        pass_.begin(roots=started)
         pass_.wait()
     if since and trace.recorder is not None:
         trace.recorder.span("backward", "backward", since, context=context_id)
@@ -141,19 +144,21 @@ def as_roots(context: Context, roots: Sequence[Any], grad_tensors: Sequence[Tens
         raise AutogradError("No tensors provided for gradient computation.")
     if grad_tensors is not None and len(grad_tensors) != len(roots):
         raise ValueError(f"{len(grad_tensors)} grad_tensors were given for {len(roots)} roots")
-    edges, gradients = [], []
-    for position, given in enumerate(roots):
+    edges: list[GradientEdge] = []
+    gradients: list[Tensor | None] = []
+    for given in roots:
         root = given if isinstance(given, Tensor) else fetch_root(context, given)
         if not root.requires_grad:
             raise AutogradError(
-                f"requires_grad not set on root {position}: it does not depend on anything that requires grad"
+                f"requires_grad not set on root {len(edges)}: it does not depend on anything that requires grad"
             )
         edges.append(edge_of(root))
         if grad_tensors is None and root.numel() == 1:
             gradients.append(torch.ones_like(root))
         else:
+            position = len(gradients)
             gradients.append(_first_gradient(position, root, None if grad_tensors is None else grad_tensors[position]))
-    return Roots(tuple(edges), gradients)
+    return Roots(edges, gradients)
 
 
 def fetch_root(context: Context, root: Any) -> Tensor:

@@ -23,12 +23,11 @@ def end_context(service: PassService, context_id: ContextId, told: tuple[WorkerI
     for worker in newcomers:
         member = agent.directory.by_id(worker)
         if member is not None and not agent.is_dead(member):
-            agent.notify(member, message, lazy=True)
+            agent.link(member).notify(message, True)
 
 
 def serve_cleanup(service: PassService, request: Request) -> None:
     """The handler of `CleanupAutogradContext`."""
-    message = request.message
-    assert type(message) is CleanupAutogradContext
+    message: CleanupAutogradContext = request.message  # type: ignore[assignment] # this is what it is registered for
     end_context(service, message.context_id, message.told)
-    service.agent.reply(request, CleanupAutogradContextReply())
+    request.reply(CleanupAutogradContextReply())

@@ -13,7 +13,9 @@ import torch
 
 from telegrad.autograd.functions import Gradients
 from telegrad.cuda import order
-from telegrad.engine.passes import Pass, Roots
+from telegrad.engine.local.graph import Graph
+from telegrad.engine.local.local_pass import Taken
+from telegrad.engine.passes import Heard, Pass, Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.ids import MessageId
 
@@ -33,28 +35,22 @@ class PassOnLane(Pass):
             lane = self._taken = order.take()
         return lane
 
-    def begin(self, roots: Roots | None = None) -> None:
-        """Start, on the root from what `backward` was given."""
-        if roots is not None:
-            order.hand_over(roots.gradients, self.lane)
-        with order.on(self.lane):
-            super().begin(roots)
-
-    def begin_with(self, key: MessageId, gradients: Gradients | None) -> None:
-        """Hear the gradients that came with the first word of the pass, and start."""
-        self.hear_and_run(key, gradients)
-        self.begin()
-
-    def hear(self, key: MessageId, gradients: Gradients | None) -> None:
-        """The Send `key` has its gradients, or none will come."""
+    def begin(self, heard: Heard | None = None, roots: Roots | None = None) -> None:
+        """Start, with what the first word of the pass brought."""
+        gradients = roots.gradients if roots is not None else heard[1] if heard is not None else None
         order.hand_over(gradients or (), self.lane)
-        super().hear(key, gradients)
+        with order.on(self.lane):
+            super().begin(heard, roots)
 
-    def run(self) -> None:
-        """Run what may run, and see whether that was all."""
+    def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
+        """A Send of this worker has its gradients, or none will come."""
+        order.hand_over(gradients or (), self.lane)
+        super().hear_and_run(key, gradients)
+
+    def _run(self, graph: Graph, taken: Taken | None) -> None:
         # All of it by this thread: to wake the engine's own thread for a device takes longer than a small graph.
         with order.on(self.lane), torch.autograd.set_multithreading_enabled(order.uses_several_devices()):
-            super().run()
+            super()._run(graph, taken)
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         nearly = super()._is_nearly_done(gradients)

@@ -9,19 +9,22 @@ On the worker that called `backward` the part is a `RootPass`, which waits for t
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
-import torch
+import msgspec
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.autograd.context import Context
+from telegrad.autograd.context import Context, Snapshot
 from telegrad.autograd.functions import Gradients, RecvNode, SendNode
 from telegrad.engine.local.local_pass import LocalPass
 from telegrad.errors import AutogradError, WorkerDied
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage
@@ -29,24 +32,23 @@ from telegrad.wire.messages import AnyMessage
 if TYPE_CHECKING:
     from telegrad.engine.service import PassService
 
-_profiler_enabled = torch._C._autograd._profiler_enabled
+Heard = tuple[MessageId, list[Tensor | None] | None]  # a Send and what it heard
+_peer = attrgetter("peer")
 _FEW_NODES = 64  # a graph so small is done before a message about it could be sent
 _FEW_BYTES = 32 * 1024
 MOST_NAMED = 32  # workers in a message about a pass, or about the end of a context
 
+Carried = tuple[MessageId, Gradients | None]  # gradients for a Send of the root
+
 ROOT = MessageId(-1)  # the roots of `backward` are heard like a Send
 
 
-class Roots(NamedTuple):
+class Roots(msgspec.Struct, eq=False):
     """The roots of `backward`, and the gradients to start from."""
 
-    edges: tuple[GradientEdge, ...]
-    gradients: list[Tensor]
-
-    @property
-    def at_leaves(self) -> bool:
-        """Not worth asking."""
-        return False
+    edges: Sequence[GradientEdge]
+    gradients: list[Tensor | None]  # none is None
+    at_leaves: bool = False  # not worth asking
 
 
 class Pass(LocalPass[MessageId]):
@@ -54,8 +56,8 @@ class Pass(LocalPass[MessageId]):
 
     error: BaseException | None = None
     finished = False  # done or given up
-    _ended = False  # whether those who wait for the end have been called
-    _on_end: "tuple[Callable[[Pass], None], ...]" = ()
+    to_invite: set[WorkerId] = set()  # noqa: RUF012 - replaced: of `known`, those this worker has yet to tell
+    _ended = False  # whether the root has been answered
 
     def __init__(
         self,
@@ -64,18 +66,18 @@ class Pass(LocalPass[MessageId]):
         pass_id: PassId,
         root: WorkerId,
         retain_graph: bool,
-        known: Iterable[WorkerId],
+        known: Iterable[WorkerId] = (),
+        to_answer: tuple[Request, ...] = (),
     ) -> None:
-        self.retain_graph = retain_graph
-        self._lock = threading.Lock()
         self.service = service
         self.context = context
         self.pass_id = pass_id
         self.root = root
-        self.to_invite: set[WorkerId] = set()  # of `known`, those this worker has yet to tell
-        self._early = []
-        self._for_root: list[tuple[MessageId, Gradients | None]] = []  # to go with the answer, if that comes soon
+        self.retain_graph = retain_graph
         self.known = {service.here, root, *known}  # workers that have been told of this pass, as far as we know
+        self._lock = threading.Lock()
+        self._to_answer = to_answer  # requests of the root, whose reply says that this part is over
+        self._for_root: list[Carried] = []  # gradients that go with that reply
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "done" if self.finished else "running"
@@ -98,50 +100,60 @@ class Pass(LocalPass[MessageId]):
         knows where it has been before."""
         early, for_root = [key for key, _ in self._early], [key for key, _ in self._for_root]
         told = frozenset(self.known), frozenset(self.to_invite)
-        return self.pass_id, self.finished, tuple(self.waits()), tuple(early), tuple(for_root), *told, len(self._on_end)
+        waits = tuple(self.waits())
+        return self.pass_id, self.finished, waits, tuple(early), tuple(for_root), *told, len(self._to_answer)
 
     # --- beginning ---
 
-    def begin(self, roots: Roots | None = None) -> None:
-        """Start, on the root from what `backward` was given."""
+    def begin(self, heard: Heard | None = None, roots: Roots | None = None) -> None:
+        """Start, with what the first word of the pass brought for a Send of this worker; on the root, from what
+        `backward` was given."""
         try:
             if self.finished:
                 return  # given up before it could start
             context = self.context
             found = context.snapshot(self.pass_id, self._late)
-            sends: Mapping[MessageId, SendNode | Roots] = found.sends
-            recvs, orphans = found.recvs.values(), found.orphans
-            if not self.known >= context.participants:
-                self._spread({recv.peer for recv in recvs}.union(orphans.values()))
+            sends: dict[MessageId, Any] = found.sends
+            newcomers = context.participants - self.known
+            if newcomers:
+                self._spread(newcomers, found)
+            if found.orphans or found.alone:
+                self._settle(found)
             if roots is not None:
-                sends = {ROOT: roots, **sends}
-                self._early.append((ROOT, roots.gradients))
-            for key in found.alone:
-                self.hear(key, None)
-            self.start(sends, recvs)
-            for message_id, peer in orphans.items():
-                self.service.tell(self, peer, message_id, None)
-            self.run()
+                sends[ROOT] = roots
+                heard = ROOT, roots.gradients
+            if context.profile is not None:
+                context.profile.run(partial(self._start, heard, sends, found.recvs))
+            elif heard is not None:
+                self.start_heard(*heard, sends, found.recvs)
+            else:
+                self.start(sends, found.recvs)
             if self.to_invite:
                 self._invite_rest()
         except Exception as error:
             self.fail(error)
 
-    def begin_with(self, key: MessageId, gradients: Gradients | None) -> None:
-        """The first word of the pass came with gradients for a Send of this worker: hear them, and start."""
-        if _profiler_enabled():
-            self.hear_and_run(key, gradients)
+    def _start(self, heard: Heard | None, sends: dict[MessageId, Any], recvs: dict[Node, RecvNode]) -> None:
+        if heard is None:
+            self.start(sends, recvs)
         else:
-            self._early.append((key, gradients))
-        self.begin()
+            self.start_heard(*heard, sends, recvs)
 
-    def _spread(self, will_hear: set[WorkerId]) -> None:
-        """Bring in the participants that nobody else is known to tell. `will_hear` get a message of a Recv anyway."""
-        newcomers = self.context.participants - self.known
+    def _settle(self, found: Snapshot) -> None:
+        """Messages whose other half will never be part of the pass: on either side, no gradient comes."""
+        for key in found.alone:
+            self.hear(key, None)
+        for message_id, peer in found.orphans.items():
+            self.service.tell(self, peer, message_id, None)
+
+    def _spread(self, newcomers: set[WorkerId], found: Snapshot) -> None:
+        """Bring in the participants that nobody else is known to tell. Some get a message of a Recv anyway."""
         self.known |= newcomers
+        will_hear = {*map(_peer, found.recvs.values()), *found.orphans.values()}
         self.to_invite = newcomers & will_hear
-        for worker in newcomers - will_hear:
-            self.service.invite(self, worker)
+        if len(self.to_invite) < len(newcomers):
+            for worker in newcomers - will_hear:
+                self.service.invite(self, worker)
 
     def _invite_rest(self) -> None:
         """What could run has run. A Recv that waits may wait for the very worker it would tell of the pass."""
@@ -159,41 +171,41 @@ class Pass(LocalPass[MessageId]):
     # --- hearing and telling ---
 
     def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
-        """A Send of this worker has its gradients, which fit it (`PassService.check`), or none will come."""
-        if _profiler_enabled() and (send := self.context.sends.get(key)) is not None:
-            with torch.autograd.profiler.record_function(send.name()):
-                self.hear(key, gradients)
-        else:
-            self.hear(key, gradients)
-        if self._graph is not None:
+        """A Send of this worker has its gradients, which fit it (`PassService.check`), or none will come: `hear` and
+        `run` in one."""
+        with self._lock:
+            graph = self._graph
+            if graph is None:
+                if not self.over and not self.done:
+                    self._early += ((key, gradients),)
+                return
+            self._enter(key, gradients)
+            taken = None if self._running else self._take(graph)
+        if taken is not None:
             try:
-                self.run()
+                if self.context.profile is None:
+                    self._run(graph, taken)
+                else:
+                    self.context.profile.run(partial(self._run, graph, taken))
             except Exception as error:
                 self.fail(error)
 
     def _refuse(self, key: MessageId, gradients: Gradients | None) -> None:
-        if key in self._sends:
-            raise AutogradError(f"message {key} was heard twice in one pass; the second gradients were not used")
-        if gradients is not None:
-            raise AutogradError(f"message {key} was sent after the pass had begun; its gradients were not used")
+        if gradients is not None:  # else it may be a notice that it came too late for this pass, which is known here
+            raise AutogradError(
+                f"message {key} was sent after the pass had begun, or was heard before; its gradients were not used"
+            )
 
-    def run(self) -> None:
-        """Run what may run."""
-        if self.context.profile is None:
-            LocalPass.run(self)
-        else:
-            self.context.profile.run(super().run)
-        if self._for_root and not self.done:
-            self._send_for_root()  # there is more to wait for: let the root go on meanwhile
-
-    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
-        if not LocalPass._all_has_run(self, gradients):
-            return False
-        if gradients:
+    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        if gradients and not self.over:
             self.context.accumulate(gradients)
-        self.finished = True
+        with self._lock:
+            self._running = False
+            self._release()
+            if self.over:
+                return
+            self.done = self.finished = self._ended = True
         self._end()
-        return True
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
         """A Recv has its gradients. They leave at once, unless they can go with the answer to the root very soon."""
@@ -204,20 +216,10 @@ class Pass(LocalPass[MessageId]):
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         graph = self._graph
-        if graph is None or len(graph.edges) > _FEW_NODES:
+        if graph is None or self._unheard or len(graph.edges) > _FEW_NODES:
             return False
         # Not by `nbytes`, which a sparse gradient does not have.
         return not self._untold or sum(g.numel() * g.itemsize for g in gradients or () if g is not None) <= _FEW_BYTES
-
-    def take_for_root(self) -> list[tuple[MessageId, Gradients | None]]:
-        """What the answer to the root should carry."""
-        with self._lock:
-            taken, self._for_root = self._for_root, []
-            return taken
-
-    def _send_for_root(self) -> None:
-        for key, gradients in self.take_for_root():
-            self.service.tell(self, self.root, key, gradients)
 
     def ask(self, member: Member, message: AnyMessage, packed: Packed) -> None:
         """Send a request of this pass; its reply says that the message was taken."""
@@ -245,33 +247,38 @@ class Pass(LocalPass[MessageId]):
     def fail(self, error: BaseException) -> None:
         """Give up. The first error counts."""
         with self._lock:
-            if self.finished or self.done:
+            if self.finished:
                 return
-            self.finished = True
-            self.error = error
+            self._give_up(error)
         self._given_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Under the lock."""
+        self.finished = self._ended = True
+        self.error = error
 
     def _given_up(self, error: BaseException) -> None:
         if isinstance(error, WorkerDied):
             self.context.lose(error)
         self.abort()
+        self._for_root = []
         self._end()
 
-    def when_ended(self, action: "Callable[[Pass], None]") -> None:
-        """Call `action` when this worker's part is over; now, if it is."""
+    def answer_at_end(self, request: Request) -> None:
+        """A request of the root: answer it when this worker's part is over; now, if it is."""
         with self._lock:
             if not self._ended:
-                self._on_end += (action,)
+                self._to_answer += (request,)
                 return
-        action(self)
+        self.service.answer(request, self, ())
 
     def _end(self) -> None:
-        with self._lock:
-            self._ended = True
-            actions, self._on_end = self._on_end, ()
-            if self.error is not None:
-                self._for_root = []
-        if self._for_root and not actions:  # no answer that they could go with
-            self._send_for_root()
-        for action in actions:
-            action(self)
+        """It is over, and nobody adds to what is to be answered any more: answer the root."""
+        requests, carried = self._to_answer, self._for_root
+        self._to_answer, self._for_root = (), []
+        if carried and not requests:  # no answer that they could go with
+            for message_id, gradients in carried:
+                self.service.tell(self, self.root, message_id, gradients)
+        for request in requests:
+            self.service.answer(request, self, carried)
+            carried = []  # they went with the first

@@ -6,12 +6,11 @@ error that ended the pass there. The first error ends the pass everywhere.
 
 import time
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
+from telegrad.engine.gradients import take_present
 from telegrad.engine.passes import Pass
 from telegrad.errors import AutogradError, RpcTimeout, TelegradError
 from telegrad.ids import PassId, WorkerId
@@ -42,7 +41,7 @@ class RootPass(Pass):
     def __init__(
         self, service: "PassService", context: Context, pass_id: PassId, retain_graph: bool, timeout: float
     ) -> None:
-        Pass.__init__(self, service, context, pass_id, service.here, retain_graph, ())
+        Pass.__init__(self, service, context, pass_id, service.here, retain_graph)
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout if timeout else FOREVER
         self._asked: list[Slot] = []
@@ -64,8 +63,8 @@ class RootPass(Pass):
         """Send a request that is answered when `member` is done."""
         self._open.append(None)
         try:
-            slot = self.service.agent.send(
-                member, message, packed, timeout=0.0, what=self.what, complete=self._take_answer, attended=True
+            slot = self.service.agent.link(member).send(
+                message, packed, timeout=0.0, what=self.what, complete=self._take_answer, attended=True
             )
         except BaseException:
             self._open.pop()
@@ -100,14 +99,15 @@ class RootPass(Pass):
         if self._news is not None:
             self._news.set()
 
-    def _hear_with_answer(self, sender: Member, reply: PassDone, tensors: list[Tensor]) -> None:
+    def _hear_with_answer(self, sender: Member, reply: PassDone, tensors: list[Any]) -> None:
         """Gradients that came with an answer, for Sends of this worker."""
-        tensors.reverse()
         for message_id, present in reply.gradients:
-            if sum(present) > len(tensors):
-                raise AutogradError(f"fewer gradients came with an answer than it names: {reply.gradients}")
             # Taken out: a leaf keeps a gradient without a copy if nobody else holds it.
-            gradients = [tensors.pop() if there else None for there in present] if present else None
+            gradients: list[Any] | None = tensors
+            if present and len(present) == len(tensors) and all(present):
+                tensors = []
+            else:
+                gradients = take_present(present, tensors)
             if not self.finished:  # else it was given up
                 self.service.check(self.context, message_id, sender.worker_id, gradients)
                 self.hear_and_run(message_id, gradients)
@@ -132,11 +132,11 @@ class RootPass(Pass):
                     self.service.invite(self, worker)
         except BaseException as error:
             self.fail(error)
-        self._asked.clear()
-        self._invited.clear()
         with self._lock:
             self.complete = self.error is None
         if self.error is not None:
+            self._asked.clear()  # those without an answer know this pass
+            self._invited.clear()
             self._tell_all()
             raise self.error
 
@@ -191,8 +191,7 @@ class RootPass(Pass):
         with self._lock:
             if self.error is not None or self.complete:
                 return
-            self.finished = True
-            self.error = error
+            self._give_up(error)
         self._given_up(error)
         self.service.agent.io_threads.submit(self._tell_all)
 

@@ -11,8 +11,9 @@ root did not name brings it in itself, and names it when it is done.
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
 from telegrad.cuda import order
+from telegrad.engine.gradients import take_present, to_send
 from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
-from telegrad.engine.passes import Pass
+from telegrad.engine.passes import Carried, Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, ids_of
@@ -49,8 +51,8 @@ from telegrad.wire.messages import (
 
 log = logging.getLogger("telegrad.engine")
 
-_SMALL = 32 * 1024
 _MOST_TEXT = 2000
+_profiler_enabled = torch._C._autograd._profiler_enabled
 
 
 class PassService(Layer):
@@ -62,7 +64,7 @@ class PassService(Layer):
         self.agent = agent
         self.registry: Registry = registry_of(agent)
         self.here = agent.member.worker_id
-        self._pass_ids = ids_of(peer_of(agent.member))
+        self._pass_ids: Iterator[PassId] = ids_of(peer_of(agent.member))
         self._lock = threading.Lock()
 
     def name_of(self, worker: WorkerId) -> str:
@@ -75,19 +77,26 @@ class PassService(Layer):
     def open(self, context: Context, retain_graph: bool, timeout: float) -> RootPass:
         """A new pass whose root is here."""
         pass_ = (RootPassOnLane if order.active else RootPass)(
-            self, context, PassId(next(self._pass_ids)), retain_graph, timeout
+            self, context, next(self._pass_ids), retain_graph, timeout
         )
         self._enter(context, pass_)
         return pass_
 
     def join(
-        self, context: Context, pass_id: PassId, root: WorkerId, retain_graph: bool, known: Iterable[WorkerId]
+        self,
+        context: Context,
+        pass_id: PassId,
+        root: WorkerId,
+        retain_graph: bool,
+        known: Iterable[WorkerId],
+        to_answer: tuple[Request, ...] = (),
     ) -> tuple[Pass, bool]:
-        """The pass of that id, and whether this is the first word of it here."""
+        """The pass of that id, and whether this is the first word of it here: then it will answer these requests."""
         latest = context.latest
         if latest is not None and latest.pass_id == pass_id:
             return latest, False
-        pass_ = (PassOnLane if order.active else Pass)(self, context, pass_id, root, retain_graph, known)
+        made = PassOnLane if order.active else Pass
+        pass_ = made(self, context, pass_id, root, retain_graph, known, to_answer)
         entered = self._enter(context, pass_)
         return entered, entered is pass_
 
@@ -149,10 +158,11 @@ class PassService(Layer):
 
     def tell(self, pass_: Pass, worker: WorkerId, message_id: MessageId, gradients: Gradients | None) -> None:
         """Give the peer of a Recv its gradients, or tell it that none will come."""
-        present, tensors = _to_send(gradients)
+        present, tensors = to_send(gradients)
         metadata = AutogradMetadata(pass_.context.context_id, message_id)
         message = PropagateGradients(metadata, pass_.pass_id, pass_.root, pass_.retain_graph, pass_.named(), present)
-        self._request(pass_, worker, message, Packed(b"", tensors))
+        pass_.to_invite.discard(worker)
+        pass_.ask(self._member(worker), message, Packed(b"", tensors))
 
     def tell_too_late(self, pass_: Pass, worker: WorkerId, message_id: MessageId) -> None:
         """Tell the sender of a message that it has no part in a pass that had begun here before it came."""
@@ -196,47 +206,68 @@ class PassService(Layer):
             context = self.registry.join(message.context_id)
             context.touch((request.caller.worker_id,))  # if that one dies, nobody else may know of this worker's part
         except ContextNotFound:
-            self.agent.reply(request, PassDone((), ()))
+            request.reply(PassDone((), ()))
             return
-        pass_, is_new = self.join(context, message.pass_id, message.root, message.retain_graph, message.participants)
-        if request.caller.worker_id == message.root:
-            pass_.when_ended(partial(self._answer_root, request))
-        else:
-            self.agent.reply(request, PropagateGradientsReply(), lazy=True)
+        from_root = request.caller.worker_id == message.root
+        answered = (request,) if from_root else ()
+        pass_, is_new = self.join(
+            context, message.pass_id, message.root, message.retain_graph, message.participants, answered
+        )
+        if not from_root:
+            request.reply(PropagateGradientsReply(), lazy=True)
         if is_new:
             pass_.begin()
+        elif from_root:
+            pass_.answer_at_end(request)
 
     def serve_gradients(self, request: Request) -> None:
         """The handler of `PropagateGradients`."""
-        message = request.message
-        assert type(message) is PropagateGradients
-        message_id, caller, present = message.metadata.message_id, request.caller.worker_id, message.present
-        context = self.registry.find(message.metadata.context_id)
-        tensors = self.agent.received(request)
-        if sum(present) != len(tensors):
-            raise AutogradError(
-                f"{len(tensors)} gradients came for message {message_id} of context "
-                f"{context.context_id}, but {sum(present)} were announced; they were not used"
-            )
-        gradients: list[Tensor | None] | None = None
-        if present:
-            arrived = iter(tensors)
-            gradients = [next(arrived) if there else None for there in present]
-            tensors.clear()
+        message: PropagateGradients = request.message  # type: ignore[assignment] # this is what it is registered for
+        metadata, present, root = message.metadata, message.present, message.root
+        context, message_id = self.registry.find(metadata.context_id), metadata.message_id
+        caller = request.session.member.worker_id
+        gradients: list[Tensor | None] | None = request.take_tensors()  # type: ignore[assignment] # it is ours now
+        if not gradients or len(gradients) != len(present) or not all(present):
+            gradients = self._announced(message, gradients)
         # Before anything is begun: what is wrong concerns its sender, and through it the root, but not this worker.
         self.check(context, message_id, caller, gradients)
-        from_root = caller == message.root
-        pass_, is_new = self.join(context, message.pass_id, message.root, message.retain_graph, message.participants)
-        if from_root:  # it has its answer when the pass ends, so an error must end that rather than be a second answer
-            pass_.when_ended(partial(self._answer_root, request))
+        # The root has its answer when the pass ends, so an error must end that rather than be a second answer.
+        answered = (request,) if caller == root else ()
+        known, pass_id, made = context.latest, message.pass_id, None
+        if known is None or known.pass_id != pass_id:
+            kind = PassOnLane if order.active else Pass
+            made = kind(self, context, pass_id, root, message.retain_graph, message.participants, answered)
+            known = self._enter(context, made)
+        if known is made:
+            made.begin((message_id, gradients))
+        else:
+            self._hear_more(known, message_id, gradients, answered)
+        if not answered:
+            request.reply(PropagateGradientsReply(), lazy=True)
+
+    def _announced(self, message: PropagateGradients, tensors: Any) -> list[Tensor | None] | None:
+        """Not every tensor has a gradient: those that a message says there are."""
+        count = len(tensors)
+        gradients = take_present(message.present, tensors)
+        if tensors:
+            raise AutogradError(
+                f"{count} gradients came for message {message.metadata.message_id} of context "
+                f"{message.metadata.context_id}, but {sum(message.present)} were announced; they were not used"
+            )
+        return gradients
+
+    def _hear_more(
+        self, pass_: Pass, message_id: MessageId, gradients: Gradients | None, answered: tuple[Request, ...]
+    ) -> None:
+        """Gradients came for a pass that was known here."""
+        for request in answered:
+            pass_.answer_at_end(request)
         try:
-            (pass_.begin_with if is_new else pass_.hear_and_run)(message_id, gradients)
+            pass_.hear_and_run(message_id, gradients)
         except Exception as error:
-            if not from_root:
+            if not answered:
                 raise
             pass_.fail(error)
-        if not from_root:
-            self.agent.reply(request, PropagateGradientsReply(), lazy=True)
 
     def check(self, context: Context, message_id: MessageId, sender: WorkerId, gradients: Gradients | None) -> None:
         """Raise unless these are gradients for what this worker sent to `sender` in that message."""
@@ -253,15 +284,25 @@ class PassService(Layer):
             )
         if gradients is not None:
             send.check(gradients)
+        if _profiler_enabled():
+            with torch.autograd.profiler.record_function(send.name()):
+                pass
 
-    def _answer_root(self, request: Request, ended: Pass) -> None:
+    def answer(self, request: Request, ended: Pass, carried: Sequence[Carried]) -> None:
+        """Tell the root that a pass is over here. What it `carried` goes along: nobody else holds these gradients then,
+        so that their memory can go back."""
         if ended.error is not None:
-            self.agent.fail(request, ended.error)
+            request.fail(ended.error)
             return
-        carried, packed = _carried(ended)
+        tensors: list[Tensor] = []
+        marks = []
+        for message_id, gradients in carried:
+            present, sent = to_send(gradients)
+            marks.append((message_id, present))
+            tensors += sent
         if order.active and getattr(ended, "lane", None) is not order.current_lane():
-            order.adopt(packed.tensors)  # the pass had ended before this was asked for, on other streams
-        self.agent.reply(request, PassDone(tuple(ended.context.participants), carried), packed)
+            order.adopt(tensors)  # the pass had ended before this was asked for, on other streams
+        request.reply(PassDone((*ended.context.participants,), (*marks,)), Packed(b"", tensors))
 
     def serve_too_late(self, request: Request) -> None:
         """The handler of `TooLateForPass`."""
@@ -274,7 +315,7 @@ class PassService(Layer):
             pass_ = context.latest
             if pass_ is not None and pass_.pass_id == message.pass_id:
                 pass_.hear_and_run(message.metadata.message_id, None)
-        self.agent.reply(request, Ack(), lazy=True)
+        request.reply(Ack(), lazy=True)
 
     def serve_abort(self, request: Request) -> None:
         """The handler of `AbortPass`."""
@@ -334,32 +375,3 @@ class PassService(Layer):
 
 def _ignore(slot: Slot) -> None:
     """A notice that fails concerns a worker that is gone, of which everyone hears by other means."""
-
-
-def _carried(ended: Pass) -> tuple[tuple[tuple[MessageId, tuple[bool, ...]], ...], Packed]:
-    """What goes with the answer to the root. Nobody else holds the gradients then, so that memory can go back."""
-    tensors: list[Tensor] = []
-    carried = []
-    for message_id, gradients in ended.take_for_root():
-        present, sent = _to_send(gradients)
-        carried.append((message_id, present))
-        tensors += sent
-    return tuple(carried), Packed(b"", tensors)
-
-
-def _to_send(gradients: Gradients | None) -> tuple[tuple[bool, ...], list[Tensor]]:
-    """Which gradients there are, and each as it is cheapest to send: a small one in the plainest form; a large expanded
-    one stays expanded."""
-    tensors: list[Tensor] = []
-    if gradients is None:
-        return (), tensors
-    for gradient in gradients:
-        if gradient is not None:
-            plain = gradient.detach()
-            if not plain.is_contiguous() and plain.layout is torch.strided and plain.nbytes <= _SMALL:
-                plain = plain.contiguous()
-            tensors.append(plain)
-    count = len(tensors)
-    if count == len(gradients):
-        return (True,) * count, tensors
-    return tuple([gradient is not None for gradient in gradients]), tensors

@@ -1,7 +1,7 @@
 """What each thread of this worker runs and waits for, read off the threads' own stacks: nothing is noted beforehand.
 
 A thread that waits for a reply stands in `ReplyReader.wait`, which knows the request; one that serves stands in
-`Session.serve`; one in a pass in `LocalPass.run` or `RootPass.wait`. The user's code is the innermost frame that is
+`Session.serve`; one in a pass in `LocalPass._run` or `RootPass.wait`. The user's code is the innermost frame that is
 neither Telegrad's nor torch's nor of the standard library.
 """
 
@@ -31,7 +31,7 @@ _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(str(torch.__file
 _STANDARD = (sysconfig.get_path("stdlib") + os.sep, str(Path(os.__file__).parent) + os.sep, "<frozen")
 _WAIT = ReplyReader.wait.__code__
 _SERVE = Session.serve.__code__
-_RUN_PASS = LocalPass.run.__code__
+_RUN_PASS = LocalPass._run.__code__
 _WAIT_PASS = RootPass.wait.__code__
 _OWN = {Observe, DebugWaits}
 

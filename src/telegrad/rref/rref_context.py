@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -62,7 +62,7 @@ class RRefContext(ReferenceHolder):
         self.lost: dict[ForkId, PeerId] = {}  # handles of no more use, and whose death made them so
         self.closed = False
         self.deadlines = Deadlines(agent)
-        self._ids = ids_of(self.me)
+        self._ids: Iterator[int] = ids_of(self.me)
         self._names: dict[PeerId, str] = {}  # of the dead
         self._changed = threading.Condition(threading.Lock())
         self._waiting = 0  # threads that wait for a change

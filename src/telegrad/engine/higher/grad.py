@@ -70,7 +70,7 @@ def grad(
         create_graph,
         asking.counts,
     )
-    pass_.begin(roots)
+    pass_.begin(roots=roots)
     pass_.wait()
     results = asking.results(pass_.found)
     missing = [position for position, result in enumerate(results) if result is None]

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Taker, taker
 from telegrad.engine.local.graph import Entered, Graph, Root
-from telegrad.engine.local.leaves import LeafSums, hooks_held
+from telegrad.engine.local.leaves import LeafSums, hooks_held, variable_of
 
 
 @functools.cache
@@ -40,7 +40,9 @@ class RecordedGraph(Graph):
         inputs: Mapping[int, Tensor] | None,
         recvs: Collection[Node],
     ) -> None:
-        super().__init__(sends, taker, retain_graph)
+        inner = {key: send for key, send in sends.items() if not send.at_leaves}
+        super().__init__(next(iter(inner.values())).edges if inner else (), taker, retain_graph)
+        self.divide(inner)
         self._create_graph = create_graph
         self._only = inputs is not None  # no leaf gets a gradient but those asked for, and none keeps one
         self._wanted: dict[int, GradientEdge] = {}
@@ -50,6 +52,10 @@ class RecordedGraph(Graph):
         if create_graph:
             _expect_torchs_warning()
         if inputs is not None:
+            for edge in [edge for send in sends.values() if send.at_leaves for edge in send.edges]:
+                self.edges[edge.node] = ()
+                if (leaf := variable_of(edge.node)) is not None:
+                    self.leaves[edge.node] = leaf
             self._narrow(inputs, recvs)
 
     def close(self) -> None:
@@ -79,7 +85,6 @@ class RecordedGraph(Graph):
             if node in needed
         }
         self.leaves = {node: leaf for node, leaf in self.leaves.items() if node in needed}
-        self.ends = [node for node in self.ends if node in needed]
         if self.parts is not None:
             self.parts = {
                 key: ({node: None for node in inner if node in needed}, [node for node in ends if node in needed])
@@ -108,12 +113,12 @@ class RecordedGraph(Graph):
 
     # --- running ---
 
-    def run_last(self, roots: list[Root]) -> None:
+    def run_last(self, roots: list[Root], at_leaves: list[Root]) -> None:
         """Everything left; with `inputs`, for those alone: no leaf's node runs, but hooks of a leaf asked for do."""
         if not self._only:
-            super().run_last(roots)
+            super().run_last(roots, at_leaves)
             return
-        roots = [root for root in roots if root[0].node in self.edges]
+        roots = [root for root in [*roots, *at_leaves] if root[0].node in self.edges]
         for edge, gradient in roots:
             if edge.node in self.leaves:
                 self._add(edge.node, gradient)

@@ -1,7 +1,7 @@
 """A worker's part in a pass beyond the first order, and the root's."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,9 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients, RecvNode, Taker
 from telegrad.engine.higher.graph import RecordedGraph
 from telegrad.engine.local.graph import Entered, Graph
-from telegrad.engine.local.local_pass import Sends
+from telegrad.engine.local.local_pass import Sends, Taken
 from telegrad.engine.local.regions import Apart, Plan
-from telegrad.engine.passes import Pass, Roots
+from telegrad.engine.passes import Heard, Pass, Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.pending import Slot
@@ -31,7 +31,7 @@ class Recorded(Pass):
     create_graph = False
     inputs: Mapping[WorkerId, int] | None = None  # of `grad`: of how many tensors each worker has to find the gradient
     _higher: RecordedGraph | None = None
-    _recv_nodes: set[Node] = set()  # noqa: RUF012 - replaced, never changed
+    _recv_nodes: Collection[Node] = ()
 
     def of_kind(self, create_graph: bool, inputs: Mapping[WorkerId, int] | None) -> None:
         """What kind of pass this is; before it begins."""
@@ -46,18 +46,29 @@ class Recorded(Pass):
         """How many tensors of this worker the gradients are asked of."""
         return 0 if self.inputs is None else self.inputs.get(self.service.here, 0)
 
-    def begin(self, roots: Roots | None = None) -> None:
+    def begin(self, heard: Heard | None = None, roots: Roots | None = None) -> None:
         """Start, unless the root has yet to say of which tensors: then its last word on that does."""
         if self.service.may_begin(self):
-            super().begin(roots)
+            super().begin(heard, roots)
 
-    def start(self, sends: Sends[MessageId], recvs: Iterable[RecvNode]) -> None:
+    def start(self, sends: Sends[MessageId], recvs: dict[Node, RecvNode]) -> None:
         """Walk the graph. What came in this very pass is no part of it."""
-        recvs = [recv for recv in recvs if recv.message_id not in self.own_messages]
-        self._recv_nodes = {recv.node for recv in recvs}
+        recvs = {node: recv for node, recv in recvs.items() if recv.message_id not in self.own_messages}
+        self._recv_nodes = {*recvs}
         super().start(sends, recvs)
 
-    def _graph_type(self, sends: Mapping[MessageId, Entered], taker: Taker, retain_graph: bool) -> Graph:
+    def start_heard(
+        self,
+        key: MessageId,
+        gradients: list[Tensor | None] | None,
+        sends: dict[MessageId, Entered],
+        recvs: dict[Node, RecvNode],
+    ) -> None:
+        """The same, when a first Send has been heard."""
+        self.hear(key, gradients)
+        self.start(sends, recvs)
+
+    def _make_graph(self, sends: Mapping[MessageId, Entered], taker: Taker, retain_graph: bool) -> Graph:
         wanted = None if self.inputs is None else self.service.wanted(self)
         self._higher = RecordedGraph(
             sends, taker, retain_graph, create_graph=self.create_graph, inputs=wanted, recvs=self._recv_nodes
@@ -74,10 +85,9 @@ class Recorded(Pass):
                 plan.heard(key)
         return plan
 
-    def run(self) -> None:
-        """Run what may run; the sums of gradients are recorded, too."""
-        with torch.enable_grad() if self.create_graph else contextlib.nullcontext():
-            super().run()
+    def _run(self, graph: Graph, taken: Taken | None) -> None:
+        with torch.enable_grad() if self.create_graph else contextlib.nullcontext():  # sums are recorded, too
+            super()._run(graph, taken)
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         return False  # each message with gradients is recorded by itself, so none goes with the answer

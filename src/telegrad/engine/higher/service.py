@@ -5,7 +5,6 @@ It is the engine of the agent under another class: same passes, same lock, other
 
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from telegrad.autograd.functions import Gradients, SendNode
 from telegrad.cuda import order
 from telegrad.engine.higher.on_lane import RecordedPassOnLane, RecordedRootPassOnLane
 from telegrad.engine.higher.passes import Recorded, RecordedPass, RecordedRootPass
-from telegrad.engine.passes import Pass
+from telegrad.engine.passes import Carried, Pass
 from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError, ContextNotFound
 from telegrad.ids import MessageId, PassId, WorkerId
@@ -74,7 +73,7 @@ class RecordingService(PassService):
 
     def next_pass_id(self) -> PassId:
         """An id for a pass whose root is here."""
-        return PassId(next(self._pass_ids))
+        return next(self._pass_ids)
 
     def open_recorded(
         self,
@@ -170,7 +169,7 @@ class RecordingService(PassService):
             context = self.registry.join(message.context_id)
             context.touch((request.caller.worker_id,))
         except ContextNotFound:
-            self.agent.reply(request, PassDone((), ()))
+            request.reply(PassDone((), ()))
             return
         pass_, is_new = self._join_recorded(context, message, kind)
         self._answer_when_due(request, message.root, pass_)
@@ -182,7 +181,7 @@ class RecordingService(PassService):
         sender, message_id = request.caller.worker_id, message.metadata.message_id
         if kind.recorded != NOT_RECORDED:  # before anything can fail: its Send must hear in a later pass
             context.arrived_in_pass(kind.recorded, sender, message.pass_id)
-        tensors = self.agent.received(request)
+        tensors = request.take_tensors()
         if kind.recorded != NOT_RECORDED:
             tensors = record_recv(context, sender, kind.recorded, tensors)
         if sum(message.present) != len(tensors):
@@ -208,18 +207,19 @@ class RecordingService(PassService):
     def _answer_when_due(self, request: Request, root: WorkerId, pass_: Recorded) -> bool:
         """The root is answered at the end of the pass here, anyone else at once. Says whether it is the root's."""
         if request.caller.worker_id == root:
-            pass_.when_ended(partial(self._answer_root, request))
+            pass_.answer_at_end(request)
             return True
-        self.agent.reply(request, PropagateGradientsReply(), lazy=True)
+        request.reply(PropagateGradientsReply(), lazy=True)
         return False
 
-    def _answer_root(self, request: Request, ended: Pass) -> None:
+    def answer(self, request: Request, ended: Pass, carried: Sequence[Carried]) -> None:
+        """Tell the root that a pass is over here, and which inputs have a gradient."""
         if ended.error is not None:
-            self.agent.fail(request, ended.error)
+            request.fail(ended.error)
             return
         assert isinstance(ended, Recorded)
         done = PassDone(tuple(ended.context.participants), ())
-        self.agent.reply(request, PassDoneWithInputs(done, tuple(ended.captured)) if ended.has_inputs else done)
+        request.reply(PassDoneWithInputs(done, tuple(ended.captured)) if ended.has_inputs else done)
 
     # --- the tensors that `grad` asks of ---
 

@@ -46,6 +46,7 @@ class Entered(Protocol):
 _ANCHOR = ANCHOR.node
 _NOTHING_BUT_RECVS = (ANCHOR,)
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
+_MANY = 4 * 1024  # elements of a gradient that may be so large
 _get_state = torch._C._get_obj_in_tls
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -57,43 +58,39 @@ class Graph:
     _sums: LeafSums | None = None  # what closed and cut batches found for leaves
     _nones = False  # whether a node handed None across a cut
     gradients: Mapping[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
+    inner: Mapping[Any, Entered] = {}  # if there may be several: the Sends that do not enter at leaves alone
     parts: dict[Any, Part[Node]] | None = None  # what each of `inner` reaches, if no two reach the same, leaves aside
 
-    def __init__(self, sends: Mapping[Any, Entered], taker: Taker, retain_graph: bool) -> None:
-        """Walk it from where the gradients of each Send enter. Engine calls give those of Recvs to `taker`."""
+    def __init__(self, entries: Sequence[GradientEdge], taker: Taker, retain_graph: bool) -> None:
+        """Walk it from where gradients enter. Engine calls give those of Recvs to `taker`."""
         self._taker = taker
         self._retain_graph = retain_graph
-        self.leaves: dict[Node, Tensor] = {}
+        self.leaves: dict[Node, Tensor] = {}  # where a whole Send enters at leaves: only once the last batch runs
         self.edges: dict[Node, Edges[Node]] = {_ANCHOR: ()}
-        self.inner: dict[Any, Entered] = {}  # the Sends that do not enter at leaves alone
-        at_leaves: list[GradientEdge] = []
-        for key, send in sends.items():
-            if send.at_leaves:
-                at_leaves += send.edges
-            elif self.inner:
-                self.inner[key] = send
-            else:
-                self.inner[key] = send
-                self._walk(send.edges)
-        if len(self.inner) > 1:
-            self._walk_rest()
-        self.ends: Sequence[Node] = list(self.leaves)  # the leaves that `inner` reach
-        for edge in at_leaves:
+        edges = self.edges
+        found: list[Any] = [*entries]
+        for edge in found:  # grows; a node may be there more than once
             node = edge[0]
-            self.edges[node] = ()
-            if (leaf := getattr(node, "variable", None)) is not None:
-                self.leaves[node] = leaf
-
-    def _walk(self, entries: Iterable[GradientEdge]) -> None:
-        edges, leaves = self.edges, self.leaves
-        found: list[tuple[Node | None, int]] = [edge[:2] for edge in entries]
-        for node, _ in found:  # grows; a node may be there more than once
             if node not in edges and node is not None:
                 edges[node] = following = node.next_functions
                 if following:
                     found += following
                 elif (leaf := getattr(node, "variable", None)) is not None:
-                    leaves[node] = leaf
+                    self.leaves[node] = leaf
+
+    @classmethod
+    def of_sends(cls, sends: Mapping[Any, Entered], taker: Taker, retain_graph: bool) -> "Graph":
+        """The graph of any Sends; notes what each of them reaches."""
+        inner = {key: send for key, send in sends.items() if not send.at_leaves}
+        graph = cls(next(iter(inner.values())).edges if inner else (), taker, retain_graph)
+        graph.divide(inner)
+        return graph
+
+    def divide(self, inner: Mapping[Any, Entered]) -> None:
+        """Walk from the other Sends, too; the first was walked from."""
+        self.inner = inner
+        if len(inner) > 1:
+            self._walk_rest()
 
     def _walk_rest(self) -> None:
         """The same from all Sends but the first; notes what each reaches."""
@@ -122,14 +119,21 @@ class Graph:
         if apart:
             self.parts = dict(zip(self.inner, reached, strict=True))
 
-    def run_last(self, roots: list[Root]) -> None:
-        """Everything left, leaves included. If another pass has some of the leaves, run the rest before waiting."""
+    def run_last(self, roots: list[Root], at_leaves: list[Root]) -> None:
+        """Everything left, leaves included; `at_leaves` is what enters at leaves alone, and is emptied. If another pass
+        has some of the leaves, run the rest before waiting."""
         leaves = self.leaves
+        if at_leaves:
+            for edge, _ in at_leaves:
+                if (leaf := getattr(edge[0], "variable", None)) is not None:
+                    leaves[edge[0]] = leaf
+            roots += at_leaves
+            at_leaves.clear()
         if not leaves:
             if roots:
                 self._call(roots, (), True)
             return
-        variables = list(leaves.values())
+        variables = [*leaves.values()]
         claim = try_claim(variables)
         if claim is None:
             straight = [root for root in roots if root[0].node in leaves]
@@ -147,19 +151,20 @@ class Graph:
 
     def _run_with_leaves(self, roots: list[Root]) -> None:
         for _, gradient in roots:
-            if gradient is not None and _is_large(gradient):
+            if gradient is not None and gradient.numel() > _MANY:
+                del gradient  # nothing here may hold it: see there
                 self._hand_over_large(roots)
                 break
         if self._sums:
             sums = self._sums.root()  # kept until the call returns: in inference mode an edge does not keep its node
             roots = [*roots, (get_gradient_edge(sums), torch.empty(0))]
-        if roots:
-            shared = len(self.leaves) > 1 and may_share(self.edges, self.leaves)
-            if shared:
-                with shared_held(shared):
-                    self._call(roots, (), True)
-            else:
+        if not roots:
+            return
+        if len(self.leaves) > 1 and (shared := may_share(self.edges, self.leaves)):
+            with shared_held(shared):
                 self._call(roots, (), True)
+        else:
+            self._call(roots, (), True)
 
     def _hand_over_large(self, roots: list[Root]) -> None:
         """Turn large gradients that enter at a leaf into sums. A leaf copies what it is given unless nobody else holds

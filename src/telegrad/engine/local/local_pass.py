@@ -1,16 +1,20 @@
 """The local half of a backward pass: which Sends have been heard, and what may run now.
 
-    pass_.start(sends, recvs)    walk the graph; tells the Recvs that nothing reaches
+    pass_.start(sends, recvs)    walk the graph; tell the Recvs that nothing reaches; run what may run
+    pass_.start_heard(...)       the same if a first Send has been heard, as it usually has
     pass_.hear(key, gradients)   once for each Send, from any thread, before or after `start`
-    pass_.run()                  run what may run, in this thread; after `start` and after each `hear`
+    pass_.run()                  run what may run, in this thread; after each `hear`
     pass_.gradients              once `done`: the total for each leaf
 
-When the last Send has been heard, everything left runs in one call of torch's engine. Before that, what has been heard
-runs as far as it leads to no node that must wait: `regions.py` decides that, `graph.py` runs it.
+When the last Send has been heard, everything left runs in one call of torch's engine: for a worker with one Send that
+is all. Before that, what has been heard runs as far as it leads to no node that must wait: `regions.py` decides that,
+`graph.py` runs it.
 """
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -26,10 +30,14 @@ from telegrad.errors import AutogradError, GradientMismatch
 
 K = TypeVar("K", bound=Hashable)
 Sends = Mapping[K, Entered]
+Taken = tuple[Batch[Node], list[Root]]  # what this thread is to run, and what enters it
 
 _LAST: Batch[Node] = Batch(Way.LAST, recvs=None)
 _ALL_BUT_LEAVES: Batch[Node] = Batch(Way.CLOSED, recvs=None)
 _NOTHING: dict[Any, Any] = {}  # never changed
+_EMPTY: list[Any] = []  # nor is this
+_is_none = partial(is_, None)  # with `map`, in C: a comparison by `==` asks the tensors
+_enters_at_leaves = attrgetter("at_leaves")
 
 
 class LocalPass(Generic[K]):
@@ -49,14 +57,14 @@ class LocalPass(Generic[K]):
     done = False  # all has run
     over = False  # given up: nothing is delivered any more
     gradients: Mapping[Tensor, Tensor] = {}
-    _graph_type: Callable[[Sends[K], Taker, bool], Graph] = Graph
+    _make_graph: Callable[[Sends[K], Taker, bool], Graph] = Graph.of_sends
     _graph: Graph | None = None  # from the start to the end; the runner's
     _plan: "Apart[K, Node] | Plan[K, Node] | None" = None  # only if something may run before all has been heard
-    _sends: Sends[K] = _NOTHING  # as all tables here: replaced when the pass starts
-    _unheard: dict[K, Entered] = _NOTHING
-    _recvs: Iterable[RecvNode] = ()
+    _early: tuple[tuple[K, Gradients | None], ...] = ()  # heard before the start
+    _unheard: dict[K, Entered] = _NOTHING  # as all tables here: replaced when the pass starts
     _untold: dict[Node, RecvNode] = _NOTHING
-    _roots: list[Root] = []  # noqa: RUF012 - heard or collected, not yet entered
+    _roots: list[Root] = _EMPTY  # heard or collected, not yet entered
+    _at_leaves: list[Root] = _EMPTY  # the same of Sends that enter at leaves alone: these wait for all others
     _running = False
     _inner_taken = False  # whether all that is above leaves has been taken to run
     _some_dead = False  # whether a tensor of a Send was heard without a gradient
@@ -64,7 +72,6 @@ class LocalPass(Generic[K]):
     def __init__(self, retain_graph: bool) -> None:
         self.retain_graph = retain_graph
         self._lock = threading.Lock()  # guards all of this, except what only the runner touches
-        self._early: list[tuple[K, Gradients | None]] = []  # heard before the start
 
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
         """A Recv has its gradients, or None: none will come."""
@@ -86,22 +93,45 @@ class LocalPass(Generic[K]):
         """Whether every Recv has been told. The engine runs them last of all: they were the first to be made."""
         return not self._untold
 
-    def start(self, sends: Sends[K], recvs: Iterable[RecvNode]) -> None:
-        """Walk the graph, and tell the Recvs that nothing reaches."""
-        graph = self._graph_type(sends, self._tell, self.retain_graph)
-        self._recvs = recvs
-        self._untold = untold = {recv.node: recv for recv in recvs}
-        if not untold.keys() <= graph.edges.keys():
-            self._tell_none([node for node in untold if node not in graph.edges])
+    def start(self, sends: Sends[K], recvs: dict[Node, RecvNode]) -> None:
+        """Walk the graph, tell the Recvs that nothing reaches, and run what may run. Takes over `recvs`."""
+        self._begin(self._make_graph(sends, self._tell, self.retain_graph), [], {**sends}, recvs)
+
+    def start_heard(
+        self, key: K, gradients: list[Tensor | None] | None, sends: dict[K, Entered], recvs: dict[Node, RecvNode]
+    ) -> None:
+        """The same, when a first Send has been heard. Usually it is the only one that leads into a graph: all others
+        have tensors that are leaves. Then there is nothing to plan. Takes over `sends`, too."""
+        if gradients is not None and not any(map(_is_none, gradients)) and (first := sends.pop(key, None)) is not None:
+            if all(map(_enters_at_leaves, sends.values())):
+                graph = Graph(first.edges, self._tell, self.retain_graph)
+                roots: list[Root] = [*zip(first.edges, gradients, strict=True)]
+                gradients.clear()  # as in `_enter`
+                self._begin(graph, roots, sends, recvs)
+                return
+            sends[key] = first
+        self.hear(key, gradients)
+        self.start(sends, recvs)
+
+    def _begin(self, graph: Graph, roots: list[Root], unheard: dict[K, Entered], recvs: dict[Node, RecvNode]) -> None:
+        self._untold = recvs
+        if not recvs.keys() <= graph.edges.keys():
+            self._tell_none([node for node in recvs if node not in graph.edges])
         with self._lock:
             if self.over:
                 return  # given up meanwhile
-            self._roots = []
-            self._sends, self._unheard = sends, {**sends}
-            self._graph = graph
-            for key, gradients in self._early:
-                self._enter(key, gradients)
-            self._early.clear()
+            self._graph, self._unheard, self._roots, self._at_leaves = graph, unheard, [], []
+            if not roots or self._early or (unheard and graph.leaves):
+                self._roots = roots
+                for key, gradients in self._early:
+                    self._enter(key, gradients)
+                self._early = ()
+                taken = self._take(graph)
+            else:
+                self._running = self._inner_taken = True
+                taken = (_ALL_BUT_LEAVES if unheard else _LAST), roots
+        if taken is not None:
+            self._run(graph, taken)
 
     def _make_plan(self, graph: Graph) -> "Apart[K, Node] | Plan[K, Node]":
         """Which part of the graph may run now: asked only while a Send has not been heard."""
@@ -120,7 +150,7 @@ class LocalPass(Generic[K]):
             if self._graph is not None:
                 self._enter(key, gradients)
             elif not self.over and not self.done:
-                self._early.append((key, gradients))
+                self._early += ((key, gradients),)
 
     def _enter(self, key: K, gradients: Gradients | None) -> None:
         """Under the lock: what was heard becomes roots of the next engine call."""
@@ -131,14 +161,14 @@ class LocalPass(Generic[K]):
         if gradients is None:
             self._some_dead = True
         else:
-            edges = send.edges
-            if len(gradients) != len(edges):
+            if len(gradients) != len(edges := send.edges):
                 raise GradientMismatch(f"{key!r} has {len(edges)} tensors, not {len(gradients)}; no gradient was used")
-            for root in zip(edges, gradients, strict=True):
-                if root[1] is None:
-                    self._some_dead = True
-                else:
-                    self._roots.append(root)
+            roots = self._at_leaves if send.at_leaves else self._roots
+            if any(map(_is_none, gradients)):
+                self._some_dead = True
+                roots += [root for root in zip(edges, gradients, strict=True) if root[1] is not None]
+            else:
+                roots += zip(edges, gradients, strict=True)
             if type(gradients) is list:
                 gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
         del self._unheard[key]
@@ -156,18 +186,21 @@ class LocalPass(Generic[K]):
             if graph is None or self._running:
                 return
             taken = self._take(graph)
+        if taken is not None:
+            self._run(graph, taken)
+
+    def _run(self, graph: Graph, taken: Taken | None) -> None:
+        """Run what this thread has taken, and whatever may run after it."""
         try:
             while taken is not None:
                 batch, roots = taken
                 since = 0.0 if trace.recorder is None else trace.now()
                 if self._some_dead:  # a peer may be waiting to hear that nothing comes: before this runs
-                    reached = reached_from(roots)
-                    recvs = self._untold if batch.recvs is None else batch.recvs
-                    self._tell_none([node for node in recvs if node not in reached])
+                    self._tell_unreached(batch, roots)
                 if batch is _LAST:
-                    graph.run_last(roots)
+                    graph.run_last(roots, self._at_leaves)
                 elif batch.way is Way.CLOSED:
-                    graph.run_closed(batch.nodes, roots, graph.ends if batch is _ALL_BUT_LEAVES else batch.leaves)
+                    graph.run_closed(batch.nodes, roots, [*graph.leaves] if batch is _ALL_BUT_LEAVES else batch.leaves)
                 else:
                     self._roots.extend(graph.run_cut(batch.nodes, roots))
                 if since and trace.recorder is not None:
@@ -189,50 +222,51 @@ class LocalPass(Generic[K]):
                 self._release()
             raise
 
-    def _take(self, graph: Graph) -> tuple[Batch[Node], list[Root]] | None:
+    def _take(self, graph: Graph) -> Taken | None:
         """Under the lock: the next batch and what enters it. With None this thread does not run, or runs no longer."""
-        roots = self._roots
         if self.over:
             self._release()
+            batch = None
         elif not self._unheard:
-            self._roots = []
-            self._running = True
-            return _LAST, roots
-        elif (batch := self._may_run(graph)) is not None:
-            nodes, inside = (graph.leaves, False) if batch is _ALL_BUT_LEAVES else (batch.nodes, True)
-            entering = [root for root in roots if (root[0][0] in nodes) is inside]
-            if len(entering) == len(roots):
-                self._roots = []
-            else:
-                self._roots = [root for root in roots if (root[0][0] in nodes) is not inside]
-            self._running = True
-            return batch, entering
-        self._running = False
-        return None
-
-    def _may_run(self, graph: Graph) -> Batch[Node] | None:
-        """What need not wait for the Sends that have not been heard."""
-        if graph.inner.keys().isdisjoint(self._unheard):  # they enter at leaves alone, which wait for all
-            if self._inner_taken:
-                return None
+            batch = _LAST
+        elif graph.inner.keys().isdisjoint(self._unheard):  # they enter at leaves alone, which wait for all
+            batch = None if self._inner_taken else _ALL_BUT_LEAVES
             self._inner_taken = True
-            return _ALL_BUT_LEAVES
+        else:
+            batch = self._take_planned(graph)
+        if batch is None:
+            self._running = False
+            return None
+        self._running = True
+        roots, self._roots = self._roots, []
+        if batch is not _LAST and (graph.leaves or batch is not _ALL_BUT_LEAVES):
+            roots = self._entering(graph, batch, roots)
+        return batch, roots
+
+    def _entering(self, graph: Graph, batch: Batch[Node], roots: list[Root]) -> list[Root]:
+        """What enters this batch; what enters elsewhere is kept."""
+        nodes, inside = (graph.leaves, False) if batch is _ALL_BUT_LEAVES else (batch.nodes, True)
+        entering = [root for root in roots if (root[0][0] in nodes) is inside]
+        if len(entering) < len(roots):
+            self._roots = [root for root in roots if (root[0][0] in nodes) is not inside]
+        return entering
+
+    def _take_planned(self, graph: Graph) -> Batch[Node] | None:
+        """What need not wait for the Sends that have not been heard, and that lead into the graph."""
         if self._plan is None:
             if len(graph.inner) < 2:
                 return None
             self._plan = self._make_plan(graph)
         return self._plan.take()
 
-    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> bool:
-        """The last batch has run. False if the pass was given up meanwhile."""
+    def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """The last batch has run; perhaps the pass was given up meanwhile."""
         with self._lock:
             self._running = False
             self._release()
-            if self.over:
-                return False
-            self.gradients = gradients
-            self.done = True
-        return True
+            if not self.over:
+                self.gradients = gradients
+                self.done = True
 
     def abort(self) -> None:
         """Give up and release everything. What is in the engine now still ends, but nothing is delivered any more."""
@@ -244,10 +278,9 @@ class LocalPass(Generic[K]):
     def _release(self) -> None:
         """Under the lock: let go of the graph and of every gradient on its way."""
         self._graph = self._plan = None
-        self._recvs = ()
-        self._early.clear()
-        self._sends = self._unheard = self._untold = _NOTHING
-        self._roots = []
+        self._early = ()
+        self._unheard = self._untold = _NOTHING
+        self._roots = self._at_leaves = _EMPTY
 
     def _tell(self, node: Node, gradients: Gradients | None) -> None:
         """A Recv has its gradients: called by the Recv from inside the engine, on whichever thread that is. The engine
@@ -266,6 +299,12 @@ class LocalPass(Generic[K]):
         if not self.over:
             self.deliver(recv, gradients)
 
+    def _tell_unreached(self, batch: Batch[Node], roots: list[Root]) -> None:
+        """The Recvs of a batch that no gradient will reach."""
+        reached = reached_from(roots)
+        recvs = self._untold if batch.recvs is None else batch.recvs
+        self._tell_none([node for node in recvs if node not in reached])
+
     def _tell_none(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             if node in self._untold:
@@ -273,7 +312,7 @@ class LocalPass(Generic[K]):
 
     def _unexpected(self, node: Any) -> AutogradError:
         what = f"gradients reached tensors received from worker {node.peer} (message {node.message_id})"
-        if any(recv.node is node for recv in self._recvs):
+        if self._graph is not None and node in self._graph.edges:
             return AutogradError(
                 f"{what} twice in a backward pass; a hook or a custom backward must not run a backward of its own "
                 "through received tensors"
