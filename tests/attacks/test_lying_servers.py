@@ -24,9 +24,8 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Address
 from telegrad.transport.handshake import ListenerHandshake, Welcome
-from telegrad.transport.stream import receive_exactly
 from telegrad.wire.codec import pack_plain
-from telegrad.wire.frames import HEADER, FrameKind, Head, encode_prefix, encode_small
+from telegrad.wire.frames import FrameKind, encode_prefix, encode_whole
 from telegrad.wire.messages import (
     AutogradMetadata,
     ExceptionReply,
@@ -40,6 +39,7 @@ from telegrad.wire.tensor.small import describe_small
 from tests.attacks.frames import OTHERS, Frames
 from tests.attacks.strangers import memory_mb
 from tests.cluster import join
+from tests.one_frame import receive_frame
 
 OPTIONS: dict[str, Any] = {"exports_only": True, "secret": "of both parties, which is long", "transports": ("tcp",)}
 SHORT, LONG = 150, 3000
@@ -76,12 +76,10 @@ class Server:
             member = self.member
             sock.sendall(handshake.welcome(Welcome(5, "liar", member.incarnation, False, False, "")))
             while True:
-                _, _, kind, head, payload, data, number, _ = HEADER.unpack(receive_exactly(sock, HEADER.size))
-                message = msgspec.msgpack.decode(receive_exactly(sock, head), type=Head)[0]
-                receive_exactly(sock, payload + data)
-                if kind == FrameKind.REQUEST:
-                    self.asked.append(message)
-                    sock.sendall(self.answer(number, message))
+                frame = receive_frame(sock)
+                if frame.kind == FrameKind.REQUEST:
+                    self.asked.append(frame.message)
+                    sock.sendall(self.answer(frame.request_id, frame.message))
 
     def close(self) -> None:
         for sock in self._socks:
@@ -93,7 +91,7 @@ def _reply(number: int, message: Any, *tensors: torch.Tensor, payload: bytes | N
     described = describe_small(list(tensors))
     specs, data = described or ((), b"")
     chosen = packed.payload if payload is None else payload
-    return bytes(encode_small(FrameKind.REPLY, number, 0, message, chosen, specs, data))
+    return bytes(encode_whole(FrameKind.REPLY, number, 0, message, chosen, specs, data))
 
 
 @pytest.fixture(scope="module")
