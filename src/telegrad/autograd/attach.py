@@ -186,7 +186,7 @@ def serve_recorded(registry: Registry, request: Request) -> None:
     served = _Served(registry, context, caller, metadata.message_id)
     request.message = message.call
     request.on_tensors, request.on_reply, request.scope = served.received, served.reply, served.scope
-    request.session.serve(request)
+    request.session.serve_inner(request)
 
 
 class _Served(msgspec.Struct, eq=False):

@@ -265,14 +265,14 @@ def install_guard(agent: "Agent") -> None:
 
 
 def _held_bytes(session: Any) -> int:
-    """Bytes of the replies that are kept for a caller: encoded, or payload and memory of the tensors."""
+    """Bytes of the replies that are kept for a caller: frames, or payload and memory of the tensors."""
     held = 0
     for reply in list(session.requests.replies.values()):
-        if len(reply) > 1:
+        if type(reply) is bytes:
+            held += len(reply)
+        else:
             _, _, _, payload, _, memory = reply
             held += len(payload) + (len(memory) if isinstance(memory, bytes) else sum(s.nbytes for s in memory))
-        else:
-            held += len(reply[0])
     return held
 
 
