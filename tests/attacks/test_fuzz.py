@@ -27,10 +27,11 @@ from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import receive_exactly
 from telegrad.wire import block_notices, messages
 from telegrad.wire.codec import EMPTY_CALL
-from telegrad.wire.frames import HEADER, FrameKind, encode_prefix
+from telegrad.wire.frames import FrameKind, encode_whole
 from telegrad.wire.messages import PythonCall
 from tests.attacks.frames import MESSAGES, Frames
 from tests.cluster import end, join, process
+from tests.one_frame import receive_frame
 
 SECRET = "known to the one who lies"
 SHORT, LONG = 4_000, 1_000_000
@@ -155,15 +156,13 @@ class Attacker:
         with self.dial() as sock:
             sock.settimeout(10)
             sock.sendall(
-                encode_prefix(FrameKind.REQUEST, 1, 0, PythonCall(1, definition_of("alive")), (), (), 1)
-                + EMPTY_CALL.payload
+                encode_whole(FrameKind.REQUEST, 1, 0, PythonCall(1, definition_of("alive")), EMPTY_CALL.payload)
             )
             while True:
-                header = HEADER.unpack(receive_exactly(sock, HEADER.size))
-                receive_exactly(sock, sum(header[3:6]))
-                if header[2] == FrameKind.REPLY:
+                frame = receive_frame(sock)
+                if frame.kind == FrameKind.REPLY:
                     return
-                assert header[2] == FrameKind.NOTICE
+                assert frame.kind == FrameKind.NOTICE
 
 
 def footprint(pid: int) -> dict[str, float]:
