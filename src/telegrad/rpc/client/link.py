@@ -26,7 +26,7 @@ from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.wire.codec import Packed
-from telegrad.wire.frames import NOTICE, REQUEST
+from telegrad.wire.frames import NOTICE, REQUEST, encode_whole
 from telegrad.wire.messages import AnyMessage, CancelCall, Ping
 from telegrad.wire.tensor.small import describe_small
 from telegrad.wire.tensor.tensors import describe
@@ -96,17 +96,8 @@ class Link(Connecting):
         ack = self.pending.admit(slot)  # before sending: the reply may come first
         hold = complete is not None and self._unwaited(slot)
         try:
-            connection.send(
-                REQUEST,
-                slot.request_id,
-                ack,
-                message,
-                payload,
-                specs,
-                memory,
-                deadline=deadline if timeout else None,
-                hold=hold,
-            )
+            until = deadline if timeout else None
+            connection.send(REQUEST, slot.request_id, ack, message, payload, specs, memory, deadline=until, hold=hold)
         except TimeoutError:
             self.pending.give_up(slot.request_id)
             raise self.timeout_error(slot, NOT_TAKEN) from None
@@ -161,7 +152,7 @@ class Link(Connecting):
             log.debug("a notice to %s was not delivered: %s", self.member.name, message)
             return
         try:
-            connection.send(NOTICE, number, 0, message, hold=True)
+            connection.send_encoded(encode_whole(NOTICE, number, 0, message), hold=True)
             if lazy:
                 self.runtime.delayed_flush.within(LAZY, connection)
             else:
