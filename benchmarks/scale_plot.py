@@ -57,6 +57,8 @@ def draw(agents: Counted, processes: Counted) -> str:
         lines += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in points]
         lines.append(f'<text x="{_RIGHT + 10}" y="{points[-1][1] + 4:.1f}" fill="{colour}">{title}</text>')
         for size, row in processes.items():
+            if not row[event][kind]:
+                continue
             place = f'cx="{x(int(size)):.1f}" cy="{y(row[event][kind] / unit):.1f}"'
             lines.append(f'<circle {place} r="6" fill="none" stroke="{colour}"/>')
     lines.append("</svg>\n")

@@ -151,8 +151,12 @@ def start_request(
 
 def wait_for_value(slot: Slot) -> Any:
     """Wait in this thread for the reply of a request; its value."""
-    slot.link.wait(slot)
-    return value_of(slot)
+    try:
+        slot.link.wait(slot)
+        return value_of(slot)
+    finally:
+        if slot.in_place:
+            slot.end_in_place()
 
 
 def value_of(slot: Slot) -> Any:

@@ -16,6 +16,7 @@ from telegrad.errors import AuthenticationError, ProtocolError, SerializationErr
 from telegrad.transport.addresses import Address
 from telegrad.transport.blocks.heap import Heap
 from telegrad.transport.device.channel import DeviceChannel
+from telegrad.transport.device.in_place import InPlace
 from telegrad.transport.stream import SocketStream, Stream
 from telegrad.transport.stripes.gathering import Gathering
 from telegrad.transport.stripes.stripes import Stripes
@@ -91,11 +92,14 @@ class Connection:
         *,
         deadline: float | None = None,
         hold: bool = False,
+        in_place: list[InPlace] | None = None,
     ) -> bytes | None:
         """Send one message. With `hold` a small one may wait for the next send or `flush`, to share its write.
 
-        `memory` is that of the tensors: segments, or the bytes of small ones. Returns the encoded frame if it is small
-        and can be sent again as it is, to this peer, over any connection.
+        `memory` is that of the tensors: segments, or the bytes of small ones. With a list `in_place` the peer may read
+        CUDA tensors where they lie until it has answered, and what is to be ended then is appended.
+
+        Returns the encoded frame if it is small and can be sent again as it is, to this peer, over any connection.
         """
         if type(memory) is bytes:
             frame = encode_whole(kind, request_id, ack, message, payload, tensors, memory)
@@ -109,7 +113,8 @@ class Connection:
             buffers: list[Any] = [prefix, payload, memory]
             in_blocks = False
         else:
-            table, inline, length, in_blocks = self.memory.place(tensors, memory)  # type: ignore[arg-type] # not bytes
+            placed = self.memory.place(tensors, memory, in_place)  # type: ignore[arg-type] # not bytes
+            table, inline, length, in_blocks = placed
             if length >= STRIPE_FROM and self._uses_stripes():
                 prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length, STRIPED)
                 self._check_size([prefix, payload, *inline])
@@ -171,6 +176,8 @@ class Connection:
                 self.stream.send(buffers, deadline, self.on_blocked)
         finally:
             self._write_lock.release()
+        if order.active and self.memory.devices is not None:
+            self.memory.devices.landing.prepare_expected()
 
     def _write_with_held(self, buffers: list[Any], deadline: float | None) -> None:
         """Under the lock: write, after what was held back and what is to be told about blocks."""

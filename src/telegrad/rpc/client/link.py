@@ -90,14 +90,26 @@ class Link(Connecting):
         slot = Slot(what, timeout, deadline, self, now, resend, definition, complete, attended, future, on_reply)
         if future is not None:
             future.awaited = slot
+        if order.active:
+            slot.in_place = order.asking(waits=complete is None)
         if trace.recorder is not None or self._audit is not None:
             self._record(slot, message, payload, specs, memory)
         connection = self.current or self._connection_for(slot)
         ack = self.pending.admit(slot)  # before sending: the reply may come first
         hold = complete is not None and self._unwaited(slot)
         try:
-            until = deadline if timeout else None
-            connection.send(REQUEST, slot.request_id, ack, message, payload, specs, memory, deadline=until, hold=hold)
+            connection.send(
+                REQUEST,
+                slot.request_id,
+                ack,
+                message,
+                payload,
+                specs,
+                memory,
+                deadline=deadline if timeout else None,
+                hold=hold,
+                in_place=slot.in_place,
+            )
         except TimeoutError:
             self.pending.give_up(slot.request_id)
             raise self.timeout_error(slot, NOT_TAKEN) from None

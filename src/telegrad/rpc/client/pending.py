@@ -40,6 +40,7 @@ class Slot(msgspec.Struct, eq=False):
     error: BaseException | None = None
     done: bool = False
     wake: Any = None  # releases the caller that waits while another thread reads
+    in_place: Any = None  # CUDA tensors that the worker may read here until it has answered
     watched: bool = False  # whether its end is recorded, or noted in the audit
     seen: Any = None  # what is recorded of it
 
@@ -55,6 +56,12 @@ class Slot(msgspec.Struct, eq=False):
         """What to send if nothing sent before can be relied on."""
         message, *rest = self.resend
         return (with_definition(message, self.definition) if self.definition else message, *rest)
+
+    def end_in_place(self) -> None:
+        """The call is over: its tensors may change from now on."""
+        tensors, self.in_place = self.in_place, None
+        for one in tensors:
+            one.end()
 
     def take_error(self) -> BaseException:
         """The error, to raise. The slot lets go of it: the frames it collects on its way up hold the slot."""

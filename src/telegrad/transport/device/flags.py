@@ -22,7 +22,7 @@ from telegrad.transport.blocks.mapping import Mapping
 
 log = logging.getLogger("telegrad.transport")
 
-_FLAG_BYTES = 16  # three numbers; the rest keeps neighbours apart
+_FLAG_BYTES = 16  # four numbers
 _SOON_SECONDS = 50e-6
 _LOOK_SECONDS = 0.02
 _GRACE_SECONDS = 0.5  # for what a process that has ended had begun on the GPU
@@ -66,13 +66,14 @@ class Number:
 
 
 class Flag(NamedTuple):
-    """The numbers of one block, and where they are."""
+    """The numbers of one block, or of one place granted, and where they are."""
 
     page: int
     place: int
     written: Number
     read: Number
-    let_go: Number  # set by the reader's process once its copy is enqueued: the block may be lent again
+    let_go: Number  # set by the other process: its copy is enqueued, or what was granted to it goes back unused
+    given_up: Number  # set by the sender: nobody may read it any more who has not begun
 
 
 class Flags:
@@ -83,6 +84,12 @@ class Flags:
         self._count = page.mapping.size // _FLAG_BYTES
         self._next = 0
         self._pinned = host.pinned(page.mapping)
+        self._made: dict[int, Flag] = {}
+
+    @property
+    def page(self) -> int:
+        """The number of the block of host memory they lie in."""
+        return self._page.number
 
     def has_room(self, count: int) -> bool:
         """Whether so many more can be taken."""
@@ -95,14 +102,20 @@ class Flags:
 
     def at(self, place: int) -> Flag:
         """The one at a place, which a peer may have named."""
+        made = self._made.get(place)
+        if made is None:
+            made = self._made[place] = self._make(place)
+        return made
+
+    def _make(self, place: int) -> Flag:
         if not 0 <= place < self._count:
             raise ProtocolError(f"the peer named flag {place} of {self._count}")
         offset = place * _FLAG_BYTES
         mapping = self._page.mapping
-        written, read, let_go = [
-            Number(mapping, mapping.address + offset + more, self._pinned + offset + more) for more in (0, 4, 8)
+        numbers = [
+            Number(mapping, mapping.address + offset + more, self._pinned + offset + more) for more in (0, 4, 8, 12)
         ]
-        return Flag(self._page.number, place, written, read, let_go)
+        return Flag(self._page.number, place, *numbers)
 
 
 class Promise(NamedTuple):
