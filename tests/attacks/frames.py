@@ -23,7 +23,7 @@ from telegrad.wire.messages import AnyMessage, Goodbye
 from telegrad.wire.tensor.specs import TensorSpec
 
 MESSAGES: tuple[type, ...] = typing.get_args(AnyMessage)
-_OTHERS = [cls for cls in MESSAGES if not issubclass(cls, BlockNotice | Goodbye)]
+OTHERS = [cls for cls in MESSAGES if not issubclass(cls, BlockNotice | Goodbye)]
 _HINTS = {cls: typing.get_type_hints(cls) for cls in MESSAGES}
 _FUNCTIONS = (len, abs, torch.neg, torch.add)
 _EDGES = (0, 1, 2, 3, -1, 7, 255, 2**31, 2**32, 2**48, 2**62, 2**63 - 1, -(2**63))
@@ -43,7 +43,7 @@ class Frames:
         """One frame, and what it was made from."""
         source = self.random
         # A goodbye, or a word about blocks where there are none, ends the connection: seldom, or little else is seen.
-        cls = source.choice(MESSAGES if source.random() < 0.02 else _OTHERS)
+        cls = source.choice(MESSAGES if source.random() < 0.02 else OTHERS)
         message = self._message(cls)
         specs, segments, data = self._tensors() if source.random() < 0.3 else ((), (), b"")
         payload = self._payload()

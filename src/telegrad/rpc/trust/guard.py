@@ -119,6 +119,8 @@ class Guard:
         peer = self._peer(caller)
         self._check_amounts(peer, request)
         if type(message) is RpcWithAutograd:
+            if worker_of(message.metadata.message_id) != caller.worker_id:
+                raise CallRefused("rule 'own contexts': a call names a message that another worker sent")
             self._check_call(peer, request, message.call)
             self._check_context(peer, message.metadata.context_id, _written_out(request.frame.tensors))
         elif type(message) in (PythonCall, PythonRemoteCall, RRefFetch):
