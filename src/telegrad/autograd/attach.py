@@ -114,6 +114,11 @@ def record_recv(
     note: Callable[[Context, RecvNode], None] = Context.add_recv,
 ) -> list[Tensor]:
     """Put the tensors that required grad at their sender behind a Recv."""
+    if len(tensors) == 1 and type(tensors[0]) is Tensor:  # the usual case
+        if tensors[0].requires_grad:
+            tensors, recv = attach_recv([_leaving_graph(tensors[0])], message_id, sender)
+            note(context, recv)
+        return tensors
     required = [*map(_requires_grad, tensors)]
     if True not in required:
         return tensors
@@ -125,7 +130,7 @@ def record_recv(
     attached, recv = attach_recv(behind, message_id, sender)
     note(context, recv)
     if False not in required:
-        return [*attached]
+        return attached
     left = iter(attached)
     return [next(left) if behind else tensor for tensor, behind in zip(tensors, required, strict=True)]
 
