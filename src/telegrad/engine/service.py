@@ -325,7 +325,7 @@ class PassService(Layer):
         message = request.message
         assert type(message) is AbortPass
         context = self.registry.get(message.context_id)
-        self.agent.reply(request, Ack())  # a notice has none, but whoever sends it as a request is not left waiting
+        request.reply(Ack())  # a notice has none, but whoever sends it as a request is not left waiting
         if context is None:
             return
         pass_ = context.latest
@@ -368,7 +368,7 @@ class PassService(Layer):
         message = request.message
         assert type(message) is ParticipantDied
         context = self.registry.get(message.context_id)
-        self.agent.reply(request, Ack())
+        request.reply(Ack())
         if context is not None:
             context.touch((request.caller.worker_id,))
             self._spoil(context, message.dead, message.incarnation)

@@ -172,14 +172,15 @@ class LocalPass(Generic[K]):
         if gradients is None:
             self._some_dead = True
         else:
-            if len(gradients) != len(edges := send.edges):
-                raise GradientMismatch(f"{key!r} has {len(edges)} tensors, not {len(gradients)}; no gradient was used")
-            roots = self._at_leaves if send.at_leaves else self._roots
+            try:
+                entering = [*zip(send.edges, gradients, strict=True)]
+            except ValueError:
+                counts = f"{len(send.edges)} tensors, not {len(gradients)}"
+                raise GradientMismatch(f"{key!r} has {counts}; no gradient was used") from None
             if any(map(_is_none, gradients)):
                 self._some_dead = True
-                roots += [root for root in zip(edges, gradients, strict=True) if root[1] is not None]
-            else:
-                roots += zip(edges, gradients, strict=True)
+                entering = [root for root in entering if root[1] is not None]
+            (self._at_leaves if send.at_leaves else self._roots).extend(entering)
             if type(gradients) is list:
                 gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
         del self._unheard[key]
