@@ -12,11 +12,12 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 from telegrad.rpc.job.rendezvous.store_client import Prefixed
+from telegrad.rpc.server import answers
 from telegrad.transport import connection
 
 KINDS = ("messages", "bytes", "store requests", "bytes out of the store")
 _MESSAGES, _BYTES, _REQUESTS, _OUT = range(len(KINDS))
-_ENCODERS = ("encode_small", "encode_whole", "encode_prefix")
+_ENCODERS = ((connection, "encode_whole"), (connection, "encode_prefix"), (answers, "encode_whole"))
 
 
 class Counts:
@@ -59,9 +60,8 @@ def count_here(counts: Counts, row: int) -> None:
         counts.add(row, _REQUESTS, 2 if answer is not None else 1)
         counts.add(row, _OUT, sum(map(len, answer or ())))
 
-    for name in _ENCODERS:
-        if hasattr(connection, name):
-            setattr(connection, name, wrapped(getattr(connection, name), sent))
+    for module, name in _ENCODERS:
+        setattr(module, name, wrapped(getattr(module, name), sent))
     for name in ("set", "get", "add", "check", "compare_set", "delete_key"):
         setattr(Prefixed, name, wrapped(getattr(Prefixed, name), asked))
     Prefixed.get_all = wrapped(Prefixed.get_all, asked_for_all)  # type: ignore[method-assign]

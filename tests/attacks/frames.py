@@ -18,12 +18,12 @@ from telegrad.rpc.trust.exports import definition_of
 from telegrad.wire import plain
 from telegrad.wire.block_notices import BlockNotice
 from telegrad.wire.codec import EMPTY_CALL, pack
-from telegrad.wire.frames import HEADER, INLINE, FrameKind, SegmentSpec, encode_prefix
+from telegrad.wire.frames import HEADER, INLINE, LENGTHS, FrameKind, SegmentSpec, encode_prefix, encode_whole
 from telegrad.wire.messages import AnyMessage, Goodbye
 from telegrad.wire.tensor.specs import TensorSpec
 
 MESSAGES: tuple[type, ...] = typing.get_args(AnyMessage)
-_OTHERS = [cls for cls in MESSAGES if not issubclass(cls, BlockNotice | Goodbye)]
+OTHERS = [cls for cls in MESSAGES if not issubclass(cls, BlockNotice | Goodbye)]
 _HINTS = {cls: typing.get_type_hints(cls) for cls in MESSAGES}
 _FUNCTIONS = (len, abs, torch.neg, torch.add)
 _EDGES = (0, 1, 2, 3, -1, 7, 255, 2**31, 2**32, 2**48, 2**62, 2**63 - 1, -(2**63))
@@ -43,7 +43,7 @@ class Frames:
         """One frame, and what it was made from."""
         source = self.random
         # A goodbye, or a word about blocks where there are none, ends the connection: seldom, or little else is seen.
-        cls = source.choice(MESSAGES if source.random() < 0.02 else _OTHERS)
+        cls = source.choice(MESSAGES if source.random() < 0.02 else OTHERS)
         message = self._message(cls)
         specs, segments, data = self._tensors() if source.random() < 0.3 else ((), (), b"")
         payload = self._payload()
@@ -54,15 +54,19 @@ class Frames:
         number = self._number if source.random() < 0.95 else source.choice((0, 1, 2**64 - 1, self._number + 5))
         ack = source.choice((0, 0, 0, max(0, self._number - 5), self._number))
         try:
-            raw = encode_prefix(kind, number, ack, message, specs, segments, len(payload), len(data))
+            if segments or source.random() < 0.3:
+                raw = encode_prefix(kind, number, ack, message, specs, segments, len(payload), len(data))
+                frame, header = raw + payload + data, HEADER.size + LENGTHS.size
+            else:
+                frame = raw = encode_whole(kind, number, ack, message, payload, specs, data)
+                header = HEADER.size
         except (OverflowError, struct.error):
             return self.next()
-        frame = raw + payload + data
         chance = source.random()
         if chance < 0.005:
-            return self._with_flipped_bytes(frame, HEADER.size, len(raw)), cls
+            return self._with_flipped_bytes(frame, header, len(raw)), cls
         if chance < 0.006:
-            return self._with_flipped_bytes(frame, 0, HEADER.size), cls
+            return self._with_flipped_bytes(frame, 0, header), cls
         if chance < 0.007:
             return frame[: source.randrange(len(frame))], cls
         return frame, cls

@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
-
 from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.workers import Member as JobMember
@@ -19,8 +17,9 @@ from telegrad.transport.addresses import Address, connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import make_lane_pair, pass_lane, receive_exactly
 from telegrad.wire.codec import Packed
-from telegrad.wire.frames import HEADER, FrameKind, Head, encode_prefix, encode_small
+from telegrad.wire.frames import FrameKind, encode_prefix, encode_whole
 from telegrad.wire.tensor.small import describe_small
+from tests.one_frame import receive_frame
 
 NOBODY = 65534
 
@@ -78,7 +77,7 @@ class Member:
         described = describe_small(packed.tensors)
         assert described is not None
         specs, data = described
-        self.sock.sendall(encode_small(FrameKind.REQUEST, self._number, 0, message, packed.payload, specs, data))
+        self.sock.sendall(encode_whole(FrameKind.REQUEST, self._number, 0, message, packed.payload, specs, data))
         return self._number
 
     def read(self) -> tuple[int, int]:
@@ -88,9 +87,8 @@ class Member:
 
     def answer(self) -> tuple[int, int, Any]:
         """Kind, number and message of the next frame."""
-        header = HEADER.unpack(receive_exactly(self.sock, HEADER.size))
-        head = receive_exactly(self.sock, header[3] + header[4] + header[5])[: header[3]]
-        return header[2], header[6], msgspec.msgpack.decode(head, type=Head)[0]
+        frame = receive_frame(self.sock)
+        return frame.kind, frame.request_id, frame.message
 
     def asks(self, message: Any, packed: Packed | None = None) -> str:
         """Send a request; what is said about it: nothing if it was carried out."""

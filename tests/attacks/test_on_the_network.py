@@ -16,7 +16,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.trust import job as trust_job
 from telegrad.transport import tls
 from telegrad.transport.tls_stream import TlsStream
-from telegrad.wire.frames import HEADER, FrameKind, encode_prefix
+from telegrad.wire.frames import HEADER, LENGTHS, WITH_MEMORY, FrameKind, decode_record, encode_whole
 from telegrad.wire.messages import PythonReply
 from tests.attacks.relay import Relay, believe, call, member_of, tcp_of
 from tests.cluster import cluster, end, join, process
@@ -86,13 +86,15 @@ class Forger:
         self._payload = payload
 
     def __call__(self, to_worker: bool, data: bytes) -> bytes:
-        if to_worker or not self.loose or len(data) < HEADER.size:
+        if to_worker or not self.loose or data[:2] != b"Tg":
             return data
-        magic, _, kind, *_, request_id, _ = HEADER.unpack(data[: HEADER.size])
-        if magic != b"Tg" or kind != FrameKind.REPLY:
+        _, _, form, length = HEADER.unpack(data[: HEADER.size])
+        start = HEADER.size + (LENGTHS.size if form == WITH_MEMORY else 0)
+        frame = decode_record(data[start : start + length])
+        if frame.kind != FrameKind.REPLY:
             return data
         self.forged += 1
-        return encode_prefix(FrameKind.REPLY, request_id, 0, PythonReply(), (), (), len(self._payload)) + self._payload
+        return bytes(encode_whole(FrameKind.REPLY, frame.request_id, 0, PythonReply(), self._payload))
 
 
 def test_a_relay_replaces_the_replies_of_plain_tcp(tmp_path: Path) -> None:

@@ -597,3 +597,13 @@ after = set(os.listdir('/proc/self/fd')), threading.active_count(), len(os.listd
 assert before == after, (before, after)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=50, env=os.environ)
+
+
+def test_a_worker_that_is_alone_needs_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for _ in range(2):
+        with rpc.init_rpc("alone", rank=0, world_size=1) as me:
+            assert rpc.rpc_sync(me, pow, (2, 3)) == 8
+    with pytest.raises(RendezvousError, match=r"MASTER_ADDR and MASTER_PORT, which are not set.*telegrad run"):
+        rpc.init_rpc("one", rank=0, world_size=2)

@@ -1,14 +1,17 @@
 """Large tensors over several TCP connections between real workers: right numbers, and what follows when one breaks."""
 
+import functools
 import random
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.errors import AuthenticationError
+from telegrad.errors import AuthenticationError, RpcTimeout
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.current import require_agent
 from telegrad.transport.handshake import Hello
@@ -120,6 +123,42 @@ def test_a_stream_that_is_cut_is_a_connection_that_is_cut(job: bool, long_profil
             assert torch.equal(rpc.rpc_sync("worker2", count_and_scale, args=(key, x), timeout=30), 2 * x)
             assert rpc.rpc_sync("worker2", calls_of, args=(key,)) == 1
         timer.join()
+
+
+def _delay_parts(seconds: float) -> None:
+    """On a worker: the second part of whatever it answers next comes so much later."""
+    for session in require_agent().peers.sessions():
+        if session.connection is not None and session.connection.stripes is not None:
+            side = session.connection.stripes._sides[0]
+
+            def late(*args: Any, side: SocketStream = side) -> None:
+                del side.send  # type: ignore[method-assign] # back to what it was
+                time.sleep(seconds)
+                side.send(*args)
+
+            side.send = late  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["waits", "future"])
+def test_a_part_that_is_late_keeps_no_caller_beyond_its_deadline(job: bool, how: str) -> None:
+    """Whoever waits for it is told in time; then the connection goes on as it was."""
+    widen("worker1")
+    before = link_to("worker1").current
+    x = torch.ones(SIZE)
+    rpc.rpc_sync("worker1", _delay_parts, args=(1.5,))
+    began = time.monotonic()
+    if how == "future":
+        future = rpc.rpc_async("worker1", torch.neg, args=(x,), timeout=0.5)
+        wait_until(future.done)  # no thread reads for it
+        result = future.wait
+    else:
+        result = functools.partial(rpc.rpc_sync, "worker1", torch.neg, args=(x,), timeout=0.5)
+    with pytest.raises(RpcTimeout):
+        result()
+    assert time.monotonic() - began < 1.4
+    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, args=(x,), timeout=20), -x)
+    assert link_to("worker1").current is before
 
 
 def test_nobody_else_puts_a_stream_beside_a_connection(job: bool) -> None:

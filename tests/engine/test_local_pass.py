@@ -325,6 +325,18 @@ def test_parts_that_came_early_reach_the_leaf_without_a_copy() -> None:
     assert pass_.gradients[x].data_ptr() == parts[0]
 
 
+def test_a_large_gradient_that_comes_for_a_leaf_is_taken_without_a_copy() -> None:
+    x = torch.zeros(2**15, requires_grad=True)
+    pass_: Alone[str] = Alone({"a": [get_gradient_edge(x)]}, {}, retain_graph=False, deliver=lambda *_: None)
+    gradients: list[Tensor | None] = [torch.ones(2**15)]
+    assert gradients[0] is not None
+    came = gradients[0].data_ptr()
+    pass_.walk()
+    pass_.hear("a", gradients)
+    pass_.run()
+    assert pass_.gradients[x].data_ptr() == came
+
+
 @pytest.mark.parametrize("when", ["early", "late"])
 def test_a_gradient_that_two_leaves_share_is_copied_for_both_and_one_that_nobody_shares_is_taken(when: str) -> None:
     given: list[int] = []

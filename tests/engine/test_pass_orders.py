@@ -286,7 +286,9 @@ ASKED += [(QueuedRequest, Request, name) for name in ("take_tensors", "reply", "
 
 @pytest.mark.parametrize(("here", "real", "name"), ASKED)
 def test_agents_here_are_asked_as_real_ones_are(here: Any, real: Any, name: str) -> None:
-    here, real = signature(getattr(here, name)).parameters, signature(getattr(real, name)).parameters
+    here, real = dict(signature(getattr(here, name)).parameters), dict(signature(getattr(real, name)).parameters)
+    here.pop("self", None)
+    real.pop("self", None)
     positional = [parameter for parameter in real.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     assert [parameter.name for parameter in positional] == [
         parameter.name for parameter in here.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD

@@ -34,7 +34,6 @@ ELSEWHERE = {
     "telegrad.testing.cluster",  # tests/testing
     "telegrad.nn.SharedModule",  # docs/training.md
 }
-INTERNAL = {"telegrad.observe.install"}  # how a layer is put on an agent
 
 NAMESPACE = {
     "DistributedOptimizer": optim.DistributedOptimizer,
@@ -95,7 +94,7 @@ def test_types_and_docstring(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in names([*MODULES, "telegrad.observe"]) if name not in ALONE | ELSEWHERE | INTERNAL]
+    "name", [name for name in names([*MODULES, "telegrad.observe"]) if name not in ALONE | ELSEWHERE]
 )
 def test_examples(pair: Cluster, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -110,7 +109,7 @@ def test_examples(pair: Cluster, name: str, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", [name for name in names(MODULES + MORE) if inspect.isfunction(value_of(name))])
 def test_every_function_shows_an_example(name: str) -> None:
-    assert "Examples:" in (inspect.getdoc(value_of(name)) or "") or name in INTERNAL
+    assert "Examples:" in (inspect.getdoc(value_of(name)) or "")
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def test_a_reply_lost_with_its_connection_is_sent_again(two: dict[str, Agent]) -
             answered.set()
             raise ConnectionResetError("cut")
 
-        connection.send = lose
+        connection.send_encoded = lose
         gate.set()
         assert answered.wait(10)
         assert waiting.result(10) == "once"
@@ -263,12 +263,12 @@ def test_the_last_answers_of_a_burst_are_delivered(two: dict[str, Agent]) -> Non
     (session,) = [s for s in agents["b"].peers.sessions() if s.member.name == "a"]
     connection = session.connection
     assert connection is not None
-    send = connection.send
-    connection.send = lambda *args, **kwargs: send(*args, **{**kwargs, "hold": True})
+    send = connection.send_encoded
+    connection.send_encoded = lambda frame, deadline=None, hold=False: send(frame, deadline, True)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call, "a", "b", count, "held")
         wait_until(lambda: bool(connection.outbox))
-        assert not agents["b"].under_way()
+        wait_until(lambda: not agents["b"].under_way())
         session.deliver(time.monotonic() + 5)
         assert waiting.result(10) == 1
 

@@ -34,7 +34,7 @@ class Quiet:
     """A connection over which these messages have come, and nothing more will."""
 
     def __init__(self, *messages: AnyMessage) -> None:
-        self._frames = [Frame(FrameKind.REQUEST, i + 1, 0, m, (), (), b"", None, 0) for i, m in enumerate(messages)]
+        self._frames = [Frame(FrameKind.REQUEST, i + 1, 0, m) for i, m in enumerate(messages)]
         self.stream = QuietStream(0, lambda: bool(self._frames))
         self.copier = QuietCopier()
 

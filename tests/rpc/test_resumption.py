@@ -22,7 +22,7 @@ from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
-from telegrad.wire.frames import Frame, FrameKind
+from telegrad.wire.frames import HEADER, Frame, FrameKind, decode_record
 from telegrad.wire.messages import Ack, AnyMessage, CancelCall, CleanupAutogradContext, Ping
 from tests.exploring import Chance, explore
 from tests.rpc.quiet import Events, QuietCopier, QuietStream, quiet_runtime, serve_with
@@ -60,6 +60,8 @@ class End:
         self.after_hold: Callable[[], None] = lambda: None
         self.on_blocked: Callable[[], None] = lambda: None
         self.copier = QuietCopier()
+        self.came: list[Frame] = []  # what there is to read
+        self.outbox = ()  # the test flushes
 
     def send(
         self,
@@ -71,19 +73,18 @@ class End:
         *_: Any,
         hold: bool = False,
         deadline: float | None = None,
-    ) -> bytes:
+        in_place: Any = None,
+    ) -> bytes | None:
         content = (kind, request_id, ack, message, payload)
         if type(message) is not CancelCall:  # word that nobody waits any more changes nothing about who asks again
             self.held.append(content)
-        encoded = b"%d %d" % (kind, request_id)
-        _encoded[encoded] = content
         if not hold:
             self.flush()
-        return encoded
+        return None
 
-    def send_encoded(self, frame: bytes, deadline: float | None = None) -> None:
-        self.held.append(_encoded[frame])
-        self.flush()
+    def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
+        found = decode_record(frame[HEADER.size :])
+        self.send(found.kind, found.request_id, found.ack, found.message, found.payload, hold=hold)
 
     def flush(self, deadline: float | None = None) -> None:
         if self.held:
@@ -94,11 +95,11 @@ class End:
                 raise ConnectionResetError("cut")
             self.sent.extend(held)
 
+    def receive(self) -> list[Frame]:
+        return self.came
+
     def close(self) -> None:
         self.closed = self.wire.is_cut = True
-
-
-_encoded: dict[bytes, Content] = {}
 
 
 class LateReplies(Layer):
@@ -222,11 +223,13 @@ class World(Events):
     def read(self, wire: Wire) -> None:
         """As the reader of replies does with one frame."""
         frame = _frame(wire.to_caller.popleft())
-        slot = self.link.replies.take(frame)
-        self.link.replies.complete([] if slot is None else [slot])
+        receiver, read = self.link.replies.receiver, []
+        wire.caller.came = [frame]
+        receiver.receive(wire.caller, read)
+        self.link.completion.by_io_thread(read)
         if self.by_name:
-            self.link.replies.acknowledge(wire.caller)
-        self.link.replies.flush(wire.caller)
+            receiver.acknowledge(wire.caller)
+        receiver.flush(wire.caller)
 
     def cut(self, wire: Wire) -> None:
         self.left["cut"] -= 1
@@ -281,7 +284,7 @@ class World(Events):
             tuple(sorted(self.late.items())),
             tuple(sorted(self.noticed.items())),
             link.pending.numbers(),
-            (link.replies.unacknowledged, link.replies.state, link.kept_notices, len(self.lost_links)),
+            (link.replies.receiver.unacknowledged, link.replies.state, link.kept_notices, len(self.lost_links)),
             session.requests.numbers(),
             (link.current is None, session.connection is None),
         )
@@ -289,7 +292,7 @@ class World(Events):
 
 def _frame(content: Content) -> Frame:
     kind, request_id, ack, message, payload = content
-    return Frame(kind, request_id, ack, message, (), (), payload, None, 0)
+    return Frame(kind, request_id, ack, message, (), payload)
 
 
 def _outcome(slot: Slot) -> str:
@@ -367,7 +370,7 @@ def test_a_link_that_acknowledges_too_early_is_found_out() -> None:
         world = World(chance, requests=2, cuts=1)
         pending = world.link.pending
         admit = pending.admit
-        pending.admit = lambda slot: (admit(slot)[0] + 1, False)
+        pending.admit = lambda slot: admit(slot) + 1
         world.run()
         check(world)
 

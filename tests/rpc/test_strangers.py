@@ -19,8 +19,9 @@ from telegrad.transport.addresses import Address, connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import receive_exactly
 from telegrad.wire.block_notices import ReleaseBlocks
-from telegrad.wire.frames import HEADER, MAGIC, VERSION, FrameKind, encode_prefix
+from telegrad.wire.frames import HEADER, LENGTHS, MAGIC, VERSION, WHOLE, WITH_MEMORY, FrameKind, encode_prefix
 from telegrad.wire.messages import Ack, PythonCall
+from tests.one_frame import receive_frame
 from tests.waiting import wait_until
 
 
@@ -147,9 +148,10 @@ def frame(message: object, kind: int = FrameKind.REQUEST, **more: int) -> bytes:
 
 NONSENSE = {
     "garbage": b"\xff" * 100,
-    "unknown kind": HEADER.pack(MAGIC, VERSION, 77, 1, 0, 0, 1, 0) + b"x",
-    "unknown message": HEADER.pack(MAGIC, VERSION, 1, 4, 0, 0, 1, 0) + b"\x93\x91\xcd\x03",
-    "oversized": HEADER.pack(MAGIC, VERSION, 1, 10, 2**62, 0, 1, 0),
+    "unknown form": HEADER.pack(MAGIC, VERSION, 77, 1) + b"x",
+    "unknown kind": frame(Ack(), 77),
+    "unknown message": HEADER.pack(MAGIC, VERSION, WHOLE, 7) + b"\x94\x01\x01\x00\x91\xcd\x03",
+    "oversized": HEADER.pack(MAGIC, VERSION, WITH_MEMORY, 10) + LENGTHS.pack(2**62, 0),
     "not lent": frame(ReleaseBlocks((3,)), FrameKind.NOTICE),
 }
 
@@ -179,8 +181,7 @@ def test_nonsense_closes_that_connection_only(agent: Agent, what: str, caplog: p
 def test_bad_requests_are_answered(agent: Agent, call: bytes) -> None:
     with member(agent) as sock:
         sock.sendall(call)
-        head = receive_exactly(sock, HEADER.size)
-        assert HEADER.unpack(head)[2] == FrameKind.FAILURE
+        assert receive_frame(sock).kind == FrameKind.FAILURE
     still_works()
 
 

@@ -20,7 +20,18 @@ from telegrad.transport.connection import Connection
 from telegrad.transport.stream import Lane, SocketStream, make_lane_pair
 from telegrad.transport.tensor_memory import _say_once
 from telegrad.wire.block_notices import ReleaseBlocks, RetireBlocks
-from telegrad.wire.frames import HEADER, INLINE, MAGIC, VERSION, Frame, FrameKind, SegmentSpec, encode_prefix, returned
+from telegrad.wire.frames import (
+    HEADER,
+    INLINE,
+    LENGTHS,
+    MAGIC,
+    VERSION,
+    Frame,
+    FrameKind,
+    SegmentSpec,
+    encode_prefix,
+    returned,
+)
 from telegrad.wire.messages import Ack, Ping, PythonReply
 from telegrad.wire.tensor.returning import mark_spare, storages_of
 from telegrad.wire.tensor.tensors import describe, rebuild
@@ -508,9 +519,10 @@ def _damaged(chance: random.Random) -> bytes:
                 raw[at:at] = chance.randbytes(chance.randint(1, 30))
             case 3:
                 del raw[at:]
-            case 4 if len(raw) >= HEADER.size:
-                lengths = [chance.choice([0, 1, 50, 2**16, 2**31]) for _ in range(3)]
-                HEADER.pack_into(raw, 0, MAGIC, VERSION, chance.randint(0, 5), *lengths, 1, 0)
+            case 4 if len(raw) >= HEADER.size + LENGTHS.size:
+                record, *lengths = [chance.choice([0, 1, 50, 2**16, 2**31]) for _ in range(3)]
+                HEADER.pack_into(raw, 0, MAGIC, VERSION, chance.randint(0, 2), record)
+                LENGTHS.pack_into(raw, HEADER.size, *lengths)
         if not raw:
             raw = bytearray(b"\0")
     return bytes(raw)

@@ -5,8 +5,6 @@ Calls of CUDA are noted by a stand-in for the runtime; `tests/cuda` has the same
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,83 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.cuda import copy_kernel
-from telegrad.cuda.runtime import CudaError
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.mapping import Mapping
-from telegrad.transport.device import blocks, borrowing, leftovers
+from telegrad.transport.device import regions
 from telegrad.transport.device.blocks import SLAB, Announcement, DeviceBlock, NoRoom
 from telegrad.transport.device.borrowing import DeviceBorrower, DeviceSegment
-from telegrad.transport.device.flags import Flags, Page, Promise, keep_promises
+from telegrad.transport.device.flags import Flags, Number, Page, Patience, Promise, keep_promises
 from telegrad.transport.device.lending import DeviceLender
+from tests.transport.noted_cuda import MEMORY, Noted, install
 from tests.waiting import wait_until
-
-MEMORY = 64 * SLAB
-
-
-class Noted:
-    """Stands in for the CUDA runtime: notes what is asked of it."""
-
-    def __init__(self) -> None:
-        self._addresses = itertools.count(2**40, 2**32)
-        self.memory: dict[int, int] = {}  # by address: bytes
-        self.opened: list[int] = []
-        self.calls: list[tuple[Any, ...]] = []
-
-    def allocate(self, nbytes: int) -> int:
-        address = next(self._addresses)
-        self.memory[address] = nbytes
-        return address
-
-    def free(self, address: int) -> None:
-        del self.memory[address]
-
-    def total_memory(self) -> int:
-        return MEMORY * 10
-
-    def export_memory(self, address: int) -> bytes:
-        return address.to_bytes(64, "little")
-
-    def open_memory(self, handle: bytes) -> int:
-        self.opened.append(int.from_bytes(handle, "little"))
-        return self.opened[-1]
-
-    def close_memory(self, address: int) -> None:
-        self.opened.remove(address)
-
-    def load_kernel(self, code: bytes, name: bytes) -> int:
-        raise CudaError("no kernels here")  # so its work is asked for in calls, which are noted
-
-    def copy(self, *call: Any) -> None:
-        self.calls.append(("copy", *call))
-
-    def fill(self, *call: Any) -> None:
-        self.calls.append(("fill", *call))
-
-    def wait_value(self, *call: Any) -> None:
-        self.calls.append(("wait", *call))
-
-    def write_value(self, stream: int, address: int, value: int) -> None:
-        self.calls.append(("write", stream, address, value))
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
-    noted = Noted()
-    for module in (blocks, borrowing):
-        monkeypatch.setattr(module, "runtime", lambda: noted)
-    monkeypatch.setattr(copy_kernel, "runtime", lambda: noted)
-    monkeypatch.setattr(copy_kernel, "_kernels", {})
-    monkeypatch.setattr(borrowing, "visible_gpus", lambda: ("a gpu",))
-    monkeypatch.setattr(blocks, "budget", blocks.Budget())
-    monkeypatch.setattr(leftovers, "_collect_later", lambda: None)
-    monkeypatch.setattr(borrowing.order, "current_stream", lambda _: 7)
-    monkeypatch.setattr("telegrad.cuda.host.pinned", lambda mapping: mapping.address)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    yield noted
-    leftovers._unclosed.clear()
-    leftovers._left.clear()
-    blocks.exported.clear()
+    yield from install(monkeypatch)
 
 
 @pytest.fixture
@@ -109,8 +44,8 @@ def announced(block: DeviceBlock) -> Announcement:
 
 
 def borrower_of(*lent: DeviceBlock) -> DeviceBorrower:
-    blocks.exported.clear()  # as in another process
-    made = DeviceBorrower()
+    regions.exported.clear()  # as in another process
+    made = DeviceBorrower(lambda *_: None)
     for block in lent:
         assert made.open(announced(block)) == ""
     return made
@@ -207,13 +142,13 @@ def test_a_use_is_named_once_and_counted_beyond_what_a_name_holds(lender: Device
 
 def test_a_gpu_that_is_not_seen_is_said_so(lender: DeviceLender) -> None:
     block = lender.take(0, 1000)
-    assert "does not see the GPU" in DeviceBorrower().open(announced(block)._replace(gpu="another"))
+    assert "does not see the GPU" in DeviceBorrower(lambda *_: None).open(announced(block)._replace(gpu="another"))
 
 
 @pytest.mark.parametrize("wrong", [{"number": 5}, {"size": 0}, {"offset": -1}, {"memory": b"short"}])
 def test_nonsense_is_refused(lender: DeviceLender, wrong: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
-        DeviceBorrower().open(announced(lender.take(0, 1000))._replace(**wrong))
+        DeviceBorrower(lambda *_: None).open(announced(lender.take(0, 1000))._replace(**wrong))
 
 
 def test_numbers_count_in_a_circle(page: Page, cuda: Noted) -> None:
@@ -221,6 +156,22 @@ def test_numbers_count_in_a_circle(page: Page, cuda: Noted) -> None:
     number.set(2**32 + 5)
     assert number.has_reached(2**32 + 5) and number.has_reached(2**32 - 3)
     assert not number.has_reached(2**32 + 6)
+
+
+def test_what_was_late_twice_is_not_looked_for_long(page: Page, monkeypatch: pytest.MonkeyPatch, cuda: Noted) -> None:
+    looks: list[int] = []
+
+    def look(_: Number, value: int) -> bool:
+        looks.append(value)
+        return False
+
+    monkeypatch.setattr(Number, "will_soon_reach", look)
+    number, patience = Flags(page).take().written, Patience()
+    assert [patience.sees(number, value) for value in range(1, 41)] == [False] * 40
+    assert looks == [1, 2, 17, 33], "now and then"
+    number.set(41)
+    assert patience.sees(number, 41) and not patience.sees(number, 42)
+    assert looks[-1] == 42, "it was in time again"
 
 
 def test_what_a_dead_peer_promised_is_written_after_it_was_spoiled(page: Page, cuda: Noted) -> None:

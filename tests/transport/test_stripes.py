@@ -20,7 +20,7 @@ from telegrad.transport.stream import SocketStream
 from telegrad.transport.stripes.gathering import Gathering
 from telegrad.transport.stripes.threads import PartThreads
 from telegrad.wire.block_notices import StripesReady
-from telegrad.wire.frames import HEADER, MAGIC, STRIPED, VERSION, Frame, FrameKind, encode_prefix
+from telegrad.wire.frames import HEADER, LENGTHS, MAGIC, STRIPED, VERSION, Frame, FrameKind, encode_prefix
 from telegrad.wire.messages import Ping, PythonReply
 from telegrad.wire.parts import MOST_STREAMS, STRIPE_FROM, cut, part_bytes
 from telegrad.wire.tensor.tensors import describe, rebuild
@@ -261,7 +261,7 @@ def test_progress_on_a_side_stream_is_a_sign_of_life() -> None:
 def test_closing_ends_the_streams_and_those_who_wait_at_them() -> None:
     pair = Pair(3)
     a, b = pair.ends
-    prefix = encode_prefix(FrameKind.REPLY + STRIPED, 1, 0, PythonReply(), data_bytes=LARGE)
+    prefix = encode_prefix(FrameKind.REPLY, 1, 0, PythonReply(), data_bytes=LARGE, form=STRIPED)
     a.stream.send([prefix + bytes(part_bytes(LARGE, 3))], None, lambda: None)
     wait_until(lambda: b.receive() == [] and b._reader.waiting)
     pair.close()
@@ -274,18 +274,18 @@ def test_closing_ends_the_streams_and_those_who_wait_at_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "data", "text"),
+    ("form", "data", "text"),
     [
-        (FrameKind.REPLY + STRIPED, STRIPE_FROM - 1, "several connections"),
-        (FrameKind.REPLY + STRIPED, 2**33, r"over the limit|several connections"),
-        (9 + STRIPED, LARGE, "unknown frame kind"),
+        (STRIPED, STRIPE_FROM - 1, "several connections"),
+        (STRIPED, 2**33, "over the limit"),
+        (9 + STRIPED, LARGE, "unknown form"),
     ],
     ids=["too small", "too large", "unknown"],
 )
-def test_a_header_that_is_not_right_for_several_streams_is_refused(kind: int, data: int, text: str) -> None:
+def test_a_header_that_is_not_right_for_several_streams_is_refused(form: int, data: int, text: str) -> None:
     with closing(Pair(2)) as pair:
         a, b = pair.ends
-        a.stream.send([HEADER.pack(MAGIC, VERSION, kind, 10, 0, data, 1, 0)], None, lambda: None)
+        a.stream.send([HEADER.pack(MAGIC, VERSION, form, 10) + LENGTHS.pack(0, data)], None, lambda: None)
         with pytest.raises(ProtocolError, match=text):
             receive(b)
 
@@ -293,7 +293,7 @@ def test_a_header_that_is_not_right_for_several_streams_is_refused(kind: int, da
 def test_a_frame_over_several_streams_is_refused_where_there_is_one() -> None:
     a, b = (Connection(SocketStream(s, "tcp"), max_frame=2**32) for s in tcp_pair())
     with closing(a), closing(b):
-        a.stream.send([encode_prefix(FrameKind.REPLY + STRIPED, 1, 0, PythonReply(), data_bytes=LARGE)], None, int)
+        a.stream.send([encode_prefix(FrameKind.REPLY, 1, 0, PythonReply(), data_bytes=LARGE, form=STRIPED)], None, int)
         with pytest.raises(ProtocolError, match="several connections"):
             receive(b)
 
@@ -325,7 +325,7 @@ def test_bytes_that_nobody_announced_are_not_taken_for_the_next_message() -> Non
 def test_a_side_stream_that_ends_early_ends_the_connection() -> None:
     with closing(Pair(2)) as pair:
         a, b = pair.ends
-        prefix = encode_prefix(FrameKind.REPLY + STRIPED, 1, 0, PythonReply(), data_bytes=LARGE)
+        prefix = encode_prefix(FrameKind.REPLY, 1, 0, PythonReply(), data_bytes=LARGE, form=STRIPED)
         a.stream.send([prefix + bytes(part_bytes(LARGE, 2))], None, lambda: None)
         pair.sides[0][0].send([bytes(1000)], None, lambda: None)
         pair.sides[0][0].abort()

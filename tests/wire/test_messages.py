@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
 from telegrad.wire import block_notices, messages
-from telegrad.wire.frames import decode_head
+from telegrad.wire.frames import Frame, decode_record
 
 RECORDS: tuple[type[Any], ...] = typing.get_args(messages.AnyMessage)
 FEW = settings(max_examples=settings().max_examples // 5)  # each of some forty records draws these
@@ -47,11 +47,11 @@ def _records(record: type[Any]) -> st.SearchStrategy[Any]:
 
 
 def encode(message: Any) -> bytes:
-    return msgspec.msgpack.encode((message, (), ()))
+    return msgspec.msgpack.encode((1, 7, 0, message))
 
 
 def decode(raw: bytes) -> Any:
-    return decode_head(raw)[0]
+    return decode_record(raw).message
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: r.__name__)
@@ -108,27 +108,32 @@ def test_every_record_says_what_it_means_and_cannot_change() -> None:
         b"\xc1",
         msgspec.msgpack.encode(None),
         msgspec.msgpack.encode([]),
-        msgspec.msgpack.encode([[], [], []]),
-        msgspec.msgpack.encode([[999], [], []]),
-        msgspec.msgpack.encode([["PythonCall"], [], []]),
-        msgspec.msgpack.encode([[5], [], []]) + b"\x00",
-        msgspec.msgpack.encode([[5], []]),
-        msgspec.msgpack.encode([[5], [], [], []]),
-        msgspec.msgpack.encode([[5], [[1]], []]),
-        msgspec.msgpack.encode([[5], [], [[1, 2]]]),
-        msgspec.msgpack.encode([[5], [], [[1, 2, "x"]]]),
+        msgspec.msgpack.encode([1, 7, 0, []]),
+        msgspec.msgpack.encode([1, 7, 0, [999]]),
+        msgspec.msgpack.encode([1, 7, 0, ["PythonCall"]]),
+        msgspec.msgpack.encode([1, 7, 0, [5]]) + b"\x00",
+        msgspec.msgpack.encode([1, 7, 0]),
+        msgspec.msgpack.encode([9, 7, 0, [5]]),
+        msgspec.msgpack.encode([1, -7, 0, [5]]),
+        msgspec.msgpack.encode([1, 7, "0", [5]]),
+        msgspec.msgpack.encode([1, 7, 0, [5], [], b"", None, [], 0.0]),
+        msgspec.msgpack.encode([1, 7, 0, [5], [[1]]]),
+        msgspec.msgpack.encode([1, 7, 0, [5], [], "payload"]),
+        msgspec.msgpack.encode([1, 7, 0, [5], [], b"", "data"]),
+        msgspec.msgpack.encode([1, 7, 0, [5], [], b"", None, [[1, 2]]]),
+        msgspec.msgpack.encode([1, 7, 0, [5], [], b"", None, [[1, 2, "x"]]]),
         b"\x91" * 100_000,
     ],
-    ids=range(14),
+    ids=range(19),
 )
-def test_heads_that_are_none(raw: bytes) -> None:
+def test_records_that_are_none(raw: bytes) -> None:
     with pytest.raises(ProtocolError):
-        decode_head(raw)
+        decode_record(raw)
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_a_head_or_a_protocol_error(raw: bytes) -> None:
+def test_random_bytes_are_a_record_or_a_protocol_error(raw: bytes) -> None:
     try:
-        assert len(decode_head(raw)) == 3
+        assert type(decode_record(raw)) is Frame
     except ProtocolError:
         pass

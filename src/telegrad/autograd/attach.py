@@ -23,7 +23,7 @@ from telegrad.autograd.functions import RecvNode, SendNode, attach_recv
 from telegrad.autograd.outside import leave_behind, without_grad
 from telegrad.autograd.registry import Registry, current, within
 from telegrad.errors import AutogradError, ProtocolError
-from telegrad.ids import MessageId, WorkerId
+from telegrad.ids import MAX_WORKER_ID, MessageId, WorkerId, worker_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import OnReply, Served
 from telegrad.rpc.request import Request
@@ -42,6 +42,7 @@ from telegrad.wire.pickling.pickler import set_recording
 from telegrad.wire.tensor.specs import Flag
 
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)  # a plain int: arithmetic on enums costs a microsecond
+_MOST_PARTICIPANTS = MAX_WORKER_ID + 1  # that a reply may name
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _leaving_graph: Callable[[Tensor], Tensor] = methodcaller("requires_grad_", False)
 _PLAIN = {Tensor}
@@ -53,7 +54,7 @@ def _is_recording() -> bool:
 
 
 def record_call(
-    registry: Registry, to: WorkerId, message: AnyMessage, tensors: list[Tensor]
+    registry: "AutogradLayer", to: WorkerId, message: AnyMessage, tensors: list[Tensor]
 ) -> tuple[AnyMessage, OnReply] | None:
     """A call goes out: wrapped if it is made in a context."""
     if not torch.is_grad_enabled():
@@ -69,7 +70,7 @@ def record_call(
     context.participants.add(to)  # before the Send: a pass that counts that one must know whom to ask
     message_id = _record_send(registry, context, to, tensors)
     metadata = AutogradMetadata(context.context_id, message_id)
-    recorded = _Recorded(context, to, message_id)
+    recorded = registry.recorded(context, to, message_id)
     return RpcWithAutograd(metadata, message, context.strict), recorded  # type: ignore[arg-type] # it is in _CALLS
 
 
@@ -172,6 +173,19 @@ class _Recorded(msgspec.Struct, eq=False):
         self._context.unsent.add(self._message_id)
 
 
+class _RecordedForStranger(_Recorded, eq=False):
+    """The same where the worker that was called is not trusted: it names messages of its own alone, and workers that
+    there are."""
+
+    def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
+        if type(message) is RpcWithAutogradReply:
+            if worker_of(message.metadata.message_id) != self._to:
+                raise ProtocolError(f"worker {self._to} answered with a message of another: {message.metadata}")
+            if len(message.participants) > _MOST_PARTICIPANTS:
+                raise ProtocolError(f"worker {self._to} names {len(message.participants)} workers of one context")
+        return _Recorded.__call__(self, message, tensors)
+
+
 def serve_recorded(registry: Registry, request: Request) -> None:
     """The handler of `RpcWithAutograd`: tie the call into its context, then let the inner call's handler run it."""
     message: RpcWithAutograd = request.message  # type: ignore[assignment] # this is what it is registered for
@@ -192,7 +206,7 @@ def serve_recorded(registry: Registry, request: Request) -> None:
     request.on_tensors = partial(record_recv, context, caller, metadata.message_id)
     request.on_reply = partial(_record_reply, registry, context, caller)
     request.scope = partial(within, context)
-    request.session.serve(request)
+    request.session.serve_inner(request)
 
 
 def _record_reply(
@@ -213,7 +227,7 @@ def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:
     if type(message) is not RpcWithAutogradReply or not _has_gradients(frame):
         return
     context = registry.get(message.metadata.context_id)
-    if context is not None:
+    if context is not None and (not registry.agent.layers.plain or sender in context.participants):
         context.touch(message.participants)
         context.arrived(message.metadata.message_id, sender)
 
@@ -228,6 +242,8 @@ def _has_gradients(frame: Frame) -> bool:
 
 class AutogradLayer(Registry):
     """The contexts of an agent, with what records calls in them."""
+
+    recorded: type[_Recorded] = _Recorded
 
     def messages(self) -> Mapping[type[Any], Served]:
         """Calls that are recorded."""
@@ -250,4 +266,5 @@ def install(agent: Agent) -> None:
     layer = AutogradLayer(agent)
     if agent.layers.plain:
         layer.hide_numbers()
+        layer.recorded = _RecordedForStranger
     agent.install(layer)

@@ -45,3 +45,8 @@ def _by_management_library(count: int) -> tuple[str, ...]:
             return ()
         found.append(matching[0].removeprefix("GPU-"))
     return tuple(found)
+
+
+def gpu_id(device: int) -> str:
+    """What names a GPU on this host, whatever number it has in which process."""
+    return visible_gpus()[device]

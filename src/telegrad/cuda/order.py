@@ -20,7 +20,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ _local = _Local()
 class Lane:
     """One stream on each device in use, for one request or one pass at a time."""
 
-    __slots__ = ("_raw", "_streams", "ended", "ended_at", "unfinished", "uses")
+    __slots__ = ("_raw", "_streams", "ended", "ended_at", "reads", "unfinished", "uses")
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -57,6 +57,7 @@ class Lane:
         self.unfinished = False  # whether some of that work may not be done
         self.ended_at = 0
         self.uses = 0
+        self.reads: list[tuple[Number, int]] = []  # what is copied out of memory of the caller; see `reading`
 
     def stream(self, device: int) -> torch.cuda.Stream:
         """The stream on one device."""
@@ -270,8 +271,54 @@ def run(function: Callable[[A], Any], argument: A, arrived: int = 0) -> None:
     try:
         with on(lane):
             function(argument)
+            if lane.reads and not lane.ended:  # to be answered later, by who knows which thread
+                finish_reading()
     finally:
+        lane.reads.clear()
         give_back(lane)
+
+
+# --- tensors that are read where their sender has them ---
+
+
+class Number(Protocol):
+    """A number in memory that a stream writes."""
+
+    def will_soon_reach(self, value: int) -> bool:
+        """Whether it is that large, or becomes so within the time that a small copy takes."""
+
+
+def reading(number: Number, value: int) -> None:
+    """This thread's streams read memory of a caller that waits for its answer; `number` is `value` when they have.
+
+    The caller sees to it that nothing changes that memory before. But others may, if they hear from here: so whoever
+    is asked for something from this thread is asked after it was read."""
+    lane = _local.lane
+    if lane is not None:
+        lane.reads.append((number, value))
+    else:
+        _wait_until_read([(number, value)], torch.cuda.current_stream())
+
+
+def asking(waits: bool) -> list[Any] | None:
+    """This thread is about to ask something of another worker. A list, for those of its tensors that may stay where
+    they are, if it waits for the answer (`transport/device/in_place.py`)."""
+    finish_reading()
+    return [] if waits else None
+
+
+def finish_reading() -> None:
+    """Wait until what this request reads elsewhere was read."""
+    lane = _local.lane
+    if lane is not None and lane.reads:
+        reads, lane.reads = lane.reads, []
+        _wait_until_read(reads, *lane.streams())
+
+
+def _wait_until_read(reads: list[tuple[Number, int]], *streams: torch.cuda.Stream) -> None:
+    if not all(number.will_soon_reach(value) for number, value in reads):
+        for stream in streams:
+            stream.synchronize()
 
 
 # --- handing over ---

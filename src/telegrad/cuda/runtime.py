@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,8 @@ _SUCCESS, _NO_CONTEXT = 0, 201
 _DEFAULT_DIRECTION = 4  # the runtime knows where an address lies
 _FOR_ALL_DEVICES, _MAPPED = 0x1, 0x2
 _AT_LEAST = 0  # a stream waits until the number is that large, counted in a circle of 32 bits
+_NON_BLOCKING = 1  # a stream that the default one does not wait for, nor it for that
+_BUFFER_ID, _RANGE_START, _RANGE_SIZE = 7, 11, 12  # attributes of a pointer
 _PEER_ACCESS = 1  # opened memory of another GPU is made reachable, where that is possible
 
 
@@ -43,7 +46,10 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cudaHostRegister": (_POINTER, ctypes.c_size_t, ctypes.c_uint),
     "cudaHostUnregister": (_POINTER,),
     "cudaHostGetDevicePointer": (ctypes.POINTER(_POINTER), _POINTER, ctypes.c_uint),
-    "cudaMemset": (_POINTER, ctypes.c_int, ctypes.c_size_t),
+    "cudaMemsetAsync": (_POINTER, ctypes.c_int, ctypes.c_size_t, _POINTER),
+    "cudaStreamQuery": (_POINTER,),
+    "cudaStreamCreateWithFlags": (ctypes.POINTER(_POINTER), ctypes.c_uint),
+    "cudaStreamDestroy": (_POINTER,),
     "cudaGetLastError": (),
 }
 
@@ -65,6 +71,7 @@ class Runtime:
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         # Bound, since each message makes some of these.
         self._copy = self._library.cudaMemcpyAsync
+        self._query = self._library.cudaStreamQuery
         driver = ctypes.CDLL("libcuda.so.1")
         self._driver = driver
         self._write_value = _stream_function(driver, "cuStreamWriteValue32")
@@ -72,6 +79,10 @@ class Runtime:
         self._launch = driver.cuLaunchKernel
         self._launch.argtypes = (_POINTER, *[ctypes.c_uint] * 7, _POINTER, _POINTER, _POINTER)
         self._launch.restype = ctypes.c_int
+        self._attributes = driver.cuPointerGetAttributes
+        self._attributes.argtypes = (ctypes.c_uint, _POINTER, _POINTER, ctypes.c_uint64)
+        self._attributes.restype = ctypes.c_int
+        self._local = _Asked()
 
     def _check(self, code: int, what: str) -> None:
         if code != _SUCCESS:
@@ -137,8 +148,25 @@ class Runtime:
         return int(pointer.value or 0)
 
     def fill(self, address: int, byte: int, nbytes: int) -> None:
-        """Set device memory, at once."""
-        self._check(self._library.cudaMemset(address, byte, nbytes), f"setting {nbytes} bytes")
+        """Set device memory, at once: on a stream of its own, since all others may be waiting for what follows."""
+        stream = _POINTER()
+        code = self._library.cudaStreamCreateWithFlags(ctypes.byref(stream), _NON_BLOCKING)
+        self._check(code, "making a stream")
+        try:
+            self._check(self._library.cudaMemsetAsync(address, byte, nbytes, stream), f"setting {nbytes} bytes")
+            self._check(self._library.cudaStreamSynchronize(stream), f"setting {nbytes} bytes")
+        finally:
+            self._library.cudaStreamDestroy(stream)
+
+    def allocation_of(self, address: int) -> Allocation:
+        """The allocation that device memory lies in, this process's or one that it has opened."""
+        asked = self._local
+        code = self._attributes(3, asked.names, asked.places, address)
+        if code == _NO_CONTEXT:
+            self._library.cudaFree(None)
+            code = self._attributes(3, asked.names, asked.places, address)
+        self._check_driver(code, "asking for an allocation")
+        return Allocation(*asked.values)
 
     # --- streams ---
 
@@ -157,6 +185,13 @@ class Runtime:
             code = function(stream, address, value & 0xFFFFFFFF, _AT_LEAST)
         if code:
             self._check(code, "a stream and a number in memory")
+
+    def is_idle(self, stream: int) -> bool:
+        """Whether all work on a stream is done."""
+        code = self._query(stream)
+        if code:
+            self._library.cudaGetLastError()
+        return not code
 
     def synchronize(self, stream: int) -> None:
         """Return when all work on a stream is done. Other threads run meanwhile."""
@@ -184,6 +219,24 @@ class Runtime:
     def _check_driver(self, code: int, what: str) -> None:
         if code != _SUCCESS:
             raise CudaError(f"{what}: the driver refused it (CUDA error {code})")
+
+
+class Allocation(NamedTuple):
+    """Memory as it was allocated: torch's allocator cuts tensors out of it."""
+
+    identity: int  # of no other allocation of this process, before or after
+    start: int
+    size: int
+
+
+class _Asked(threading.local):
+    """Room for the answers about a pointer."""
+
+    def __init__(self) -> None:
+        self.values = (ctypes.c_uint64 * 3)()
+        first = ctypes.addressof(self.values)
+        self.names = (ctypes.c_int * 3)(_BUFFER_ID, _RANGE_START, _RANGE_SIZE)
+        self.places = (_POINTER * 3)(first, first + 8, first + 16)
 
 
 class Launcher:

@@ -190,8 +190,7 @@ class Run:
         name: str | None = None,
         **kwargs: Any,
     ) -> DurableOptimizer:
-        """A DistributedOptimizer that is durable, over durable modules, or groups of these with options of their "
-        "own."""
+        """A durable DistributedOptimizer, over durable modules, or groups of these with options of their own."""
         name = self._new_name(name, optimizer_class, "")
         made = DurableOptimizer(self._declare, name, optimizer_class, self._parameters(params), args, kwargs)
         self.keep(made, name=f"{name}/groups", save=_driver_state, load=_load_driver_state)

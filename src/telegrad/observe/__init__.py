@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from telegrad.observe.spans import trace_calls
     from telegrad.observe.timeline.recording import record
 
-__all__ = ["explain", "install", "record", "trace_calls"]
+__all__ = ["explain", "record", "trace_calls"]
 
 _LAZY = {"explain": "explanation", "record": "timeline.recording", "trace_calls": "spans"}
 

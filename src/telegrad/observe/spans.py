@@ -17,7 +17,8 @@ from telegrad.errors import TelegradError
 from telegrad.ids import WorkerId
 from telegrad.observe.profiling.remote import ScopedRequest
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.calls import name_of, start_call
+from telegrad.rpc.calls import start_call
+from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.layer import Layer, OnReply
 from telegrad.rpc.request import Request

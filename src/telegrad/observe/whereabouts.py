@@ -43,11 +43,11 @@ def whereabouts(agent: Agent, data: bytes) -> str:
 
 def _in_session(agent: Agent, session: Session, key: Key) -> str:
     request_id = key[2]
+    if request_id in session.requests.replies:
+        return "has run it, and the reply is on its way: it is large, or the network is slow"
     found = session.requests.running.get(request_id)
     if found is not None:
         return f"has been running it for {_seconds(time.monotonic() - found[1])}{_what_it_does(agent, key)}"
-    if request_id in session.requests.replies:
-        return "has run it, and the reply is on its way: it is large, or the network is slow"
     before = [frame for frame in session.waiting_requests() if frame.request_id < request_id]
     if len(before) < len(session.waiting_requests()):
         running = len(session.requests.running)

@@ -10,9 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
-from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.connecting import Connecting
 from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.client.replies import reply_frame, reply_tensors
@@ -31,7 +29,6 @@ from telegrad.rpc.workers import Directory, Member
 from telegrad.transport.addresses import Listeners
 from telegrad.transport.tls import TlsEnds
 from telegrad.wire.codec import Packed
-from telegrad.wire.frames import Frame
 from telegrad.wire.messages import AnyMessage, Goodbye
 
 log = logging.getLogger("telegrad.rpc")
@@ -157,33 +154,18 @@ class Agent:
         """A notice, which has no reply. A lazy one goes with the next message to that worker, or a few ms later."""
         self.link(member).notify(message, lazy)
 
-    def reply_frame(self, slot: Slot) -> Frame:
-        """The frame of a slot that is done; raises what went wrong."""
-        return reply_frame(slot)
+    # The frame of a slot that is done, or what went wrong, raised; and the tensors that came with it.
+    reply_frame, reply_tensors = staticmethod(reply_frame), staticmethod(reply_tensors)
 
-    def reply_tensors(self, slot: Slot) -> list[torch.Tensor]:
-        """The tensors that came with a reply."""
-        return reply_tensors(slot)
+    # --- serving: the tensors that came with a request, and its answer or error ---
 
-    # --- serving ---
-
-    def received(self, request: Request) -> list[torch.Tensor]:
-        """The tensors that came with a request."""
-        return request.take_tensors()
-
-    def reply(self, request: Request, message: AnyMessage, packed: Packed = _NOTHING, *, lazy: bool = False) -> None:
-        """Answer a request; lazily if nobody waits for the answer."""
-        request.reply(message, packed, lazy=lazy)
-
-    def fail(self, request: Request, error: BaseException) -> None:
-        """Answer a request with an error."""
-        request.fail(error)
+    received, reply, fail = staticmethod(Request.take_tensors), staticmethod(Request.reply), staticmethod(Request.fail)
 
     # --- what links and sessions tell: most of it is bound above ---
 
-    def dial(self, link: Link, deadline: float) -> Dialled | Unanswered:
+    def dial(self, link: Connecting, deadline: float) -> Dialled | Unanswered:
         """A new connection for a link."""
-        return self.connector.dial(link.member, link.number, link.ticket, link.expect, deadline)
+        return self.connector.dial(link.member, link.number, link.ticket, link.replies.arm, deadline)
 
     # --- the end ---
 

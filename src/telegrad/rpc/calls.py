@@ -7,7 +7,7 @@ import torch
 
 from telegrad.errors import RpcTimeout, WorkerDied
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.client.function_table import BY_NAME, sendable
+from telegrad.rpc.client.function_table import name_of, sendable
 from telegrad.rpc.client.link import NOTHING, Link
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.client.replies import reply_frame
@@ -19,7 +19,7 @@ from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.trust.exports import exported_name
 from telegrad.rpc.workers import WorkerInfo
-from telegrad.wire.codec import EMPTY_CALL, NOT_FLAT, Packed, pack_flat, pack_plain, unpack_flat
+from telegrad.wire.codec import NOT_FLAT, Packed, pack_call, pack_plain, unpack_flat
 from telegrad.wire.frames import REPLY
 from telegrad.wire.messages import AnyMessage, PythonCall
 
@@ -30,13 +30,6 @@ Kwargs = Mapping[str, Any] | None
 Worker = str | int | WorkerInfo
 Complete = Callable[[Slot], None]  # what to do when the reply has come or will not, in whichever thread finds out
 _profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined] # torch declares no type
-
-
-def name_of(func: Any) -> str:
-    """How a function is called in errors and traces."""
-    if type(func) is str:
-        return func
-    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
 
 
 def check_call(func: Any, args: Any, kwargs: Any) -> None:
@@ -57,57 +50,60 @@ def start_call(
     kwargs: Any,
     timeout: float,
     *,
-    make: Callable[[int, bytes], AnyMessage] = PythonCall,
+    make: Callable[[int, bytes], AnyMessage] | None = None,
     complete: Complete | None = None,
     future: Future[Any] | None = None,
     patience: float | None = None,
     subject: Callable[[], str] | None = None,
 ) -> Slot:
-    """Send the call of a function; `make` makes its message. `patience`: how long to wait for the reply, if longer.
-
-    `subject`: what it is called in errors, if not by the function's name."""
+    """Send the call of a function; `make` makes its message, if that is no PythonCall. `patience`: how long to wait for
+    the reply, if longer. `subject`: what it is called in errors, if not by the function's name."""
     around: Around | None = None
     if _profiling() and not agent.layers.plain and (profiler := agent.find_layer(CallProfiler)) is not None:
-        how = "remote" if make is not PythonCall else "sync" if future is None else "async"
+        how = "remote" if make is not None else "sync" if future is None else "async"
         around = profiler.begin(how, func, link.member)
-    if timeout == UNSET_RPC_TIMEOUT:
-        timeout = agent.rpc_timeout
-    args = tuple(args) if args else ()
     if agent.layers.plain:
         func = exported_name(func)
-    known = link.functions.known.get(func) if isinstance(func, BY_NAME) else None
-    definition = full = b""  # of the function: if the other side does not know it yet, and if it does
-    if known is not None:
-        number, full = known
+    try:
+        callee = link.functions.known.get(func)
+    except TypeError:  # it cannot be hashed: not a function that has a number
+        callee = None
+    message: AnyMessage
+    if callee is not None:
+        number, definition, what, by_number = callee
+        message = by_number if make is None else make(number, b"")
     else:
         link.connection()  # the handshake tells whether both run the same program
-        number, definition = link.functions.define(func, link.main_by_value)
-    if number and not args and not kwargs:
-        packed = EMPTY_CALL
-    else:
-        value = (args, kwargs or {}) if number else (sendable(func), args, kwargs or {})
-        packed = pack_flat(value) or (
-            pack_plain(value)  # an exported function may be that of a worker which takes nothing pickled
-            if type(func) is str
-            else pack_counted(agent.layers, link.member, value, link.main_by_value)
-        )
+        defined = link.functions.define(func, link.main_by_value)
+        number, definition, what, _ = defined
+        message = (make or PythonCall)(number, definition)
+    args = tuple(args) if args else ()
+    packed = pack_call(args) if number and not kwargs else None
+    if packed is None:
+        packed = _pack_any_call(agent, link, func, number, args, kwargs or {})
     slot = start_request(
         agent,
         link,
-        make(number, definition),
+        message,
         packed,
-        timeout=timeout if patience is None else patience,
-        what=future.what
-        if future is not None
-        else subject or (lambda: f"{name_of(func)}() on worker {link.member.name!r}"),
-        definition=full or definition,
+        timeout=patience if patience is not None else agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout,
+        what=future.what if future is not None else subject or what,
+        definition=definition,
         complete=complete,
         future=future,
         around=around,
     )
-    if definition:
-        link.functions.sent(func, number, definition)
+    if callee is None:
+        link.functions.sent(func, defined)
     return slot
+
+
+def _pack_any_call(agent: Agent, link: Link, func: Any, number: int, args: Any, kwargs: Any) -> Packed:
+    """The arguments of a call that has more to it than tensors and numbers, and the function if it has no number."""
+    value = (args, kwargs) if number else (sendable(func), args, kwargs)
+    if type(func) is str:  # an exported function may be that of a worker which takes nothing pickled
+        return pack_plain(value)
+    return pack_counted(agent.layers, link.member, value, link.main_by_value)
 
 
 def start_request(
@@ -155,8 +151,12 @@ def start_request(
 
 def wait_for_value(slot: Slot) -> Any:
     """Wait in this thread for the reply of a request; its value."""
-    slot.link.wait(slot)
-    return value_of(slot)
+    try:
+        slot.link.wait(slot)
+        return value_of(slot)
+    finally:
+        if slot.in_place:
+            slot.end_in_place()
 
 
 def value_of(slot: Slot) -> Any:
@@ -302,14 +302,17 @@ def rpc_sync(
         >>> rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
         tensor([2., 2.])
     """
-    check_call(func, args, kwargs)
+    if kwargs is not None or not callable(func) or (args is not None and type(args) is not tuple):
+        check_call(func, args, kwargs)
     agent = running.agent or require_agent()
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = as_timeout(timeout)
     while True:
         link = link_to(agent, to)
         try:
-            return wait_for_value(start_call(agent, link, func, args, kwargs, timeout))
+            slot = start_call(agent, link, func, args, kwargs, timeout)
+            link.wait(slot)
+            return value_of(slot)
         except WorkerDied as error:
             member = link.member
             if retries <= 0 or error.incarnation != member.incarnation:  # it lives, and tells of the end of another
@@ -389,7 +392,8 @@ def rpc_async(
         >>> [future.wait() for future in futures]
         [0, 1, 4]
     """
-    check_call(func, args, kwargs)
+    if kwargs is not None or not callable(func) or (args is not None and type(args) is not tuple):
+        check_call(func, args, kwargs)
     agent = running.agent or require_agent()
     link = link_to(agent, to)
     future: Future[Any] = Future(what=f"{name_of(func)}() on worker {link.member.name!r}")

@@ -125,12 +125,32 @@ class CallProfiler(Layer):
         raise NotImplementedError
 
 
+class _ByClass(dict[type[Any], Any]):
+    """Layers by their class, and by those that it derives from."""
+
+    def __missing__(self, kind: type[Any]) -> Any:
+        raise LookupError(f"no layer of this agent is a {kind.__name__}: install one first")
+
+
+class _Find(Protocol):
+    def __call__(self, kind: type[L], /) -> L | None:
+        """The layer of this class, or of one that derives from it; None if there is none."""
+
+
+class _Layer(Protocol):
+    def __call__(self, kind: type[L], /) -> L:
+        """The same of one that must be there: LookupError if it is not."""
+
+
 class Layers:
     """The layers of one agent, and tables of what is asked of them on the path of a call."""
 
     def __init__(self) -> None:
         self._installed: list[Layer] = []
-        self._found: dict[type[Any], Any] = {}
+        self._found = _ByClass()
+        # The table's own methods: calls in a context look up layers a few times each.
+        self.find: _Find = self._found.get
+        self.layer: _Layer = self._found.__getitem__
         self.served: dict[type[Any], Served] = {}  # by the type of message
         self.wrap_call: list[WrapCall] = []  # of those that do wrap calls
         self.on_plain_reply: Callable[[Callable[[], str], list[torch.Tensor]], list[torch.Tensor]] | None = None
@@ -161,18 +181,6 @@ class Layers:
         for kind in type(layer).__mro__:
             if kind is not Layer:
                 self._found.setdefault(kind, layer)
-
-    def find(self, kind: type[L]) -> L | None:
-        """The layer of this class, or of one that derives from it; None if there is none."""
-        return self._found.get(kind)
-
-    def layer(self, kind: type[L]) -> L:
-        """The same of one that must be there."""
-        try:
-            found: L = self._found[kind]
-        except KeyError:
-            raise LookupError(f"no layer of this agent is a {kind.__name__}: install one first") from None
-        return found
 
     def is_work(self, kind: type[Any]) -> bool:
         """Whether a graceful shutdown waits for requests of this type."""

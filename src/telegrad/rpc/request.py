@@ -3,6 +3,7 @@ around it.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from telegrad.wire.frames import FAILURE, NOTICE, REPLY, Frame
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.tensor.returning import mark_spare, storages_of
 from telegrad.wire.tensor.small import describe_small
+from telegrad.wire.tensor.specs import TensorSpec
 from telegrad.wire.tensor.tensors import describe
 
 # Of functions called from elsewhere; their callers are told anyway.
@@ -49,7 +51,20 @@ class AnswersTo(Protocol):
     def serve(self, request: "Request") -> None:
         """Give a request to the handler of its message."""
 
-    def reply(self, kind: int, request_id: int, *content: Any, lazy: bool = False) -> None:
+    def serve_inner(self, request: "Request") -> None:
+        """The same of a message that was found within another."""
+
+    def reply(
+        self,
+        kind: int,
+        request_id: int,
+        message: AnyMessage,
+        payload: bytes = b"",
+        tensors: Sequence[TensorSpec] = (),
+        memory: Any = b"",
+        *,
+        lazy: bool = False,
+    ) -> None:
         """Send the reply of a request."""
 
 

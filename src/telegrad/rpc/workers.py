@@ -93,7 +93,7 @@ class Directory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_id: dict[WorkerId, Member] = {}
+        self._by_id: dict[int, Member] = {}
         self._by_name: dict[str, Member] = {}
         self._latest: dict[WorkerId, Incarnation] = {}  # of each id, whether it is still there or not
         self._left: dict[str | int, Member] = {}  # those who left on purpose, by name and by id
@@ -154,7 +154,7 @@ class Directory:
 
     def by_id(self, worker_id: int) -> Member | None:
         """The member with that id."""
-        return self._by_id.get(WorkerId(worker_id))
+        return self._by_id.get(worker_id)
 
     def has_left(self, member: Member) -> bool:
         """Whether this incarnation said that it leaves."""

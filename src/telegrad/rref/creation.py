@@ -10,7 +10,7 @@ from typing import Any
 
 from telegrad.errors import RpcTimeout
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.calls import name_of
+from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.futures import Future
 from telegrad.rpc.workers import Member
 from telegrad.rref.outcome import Outcome

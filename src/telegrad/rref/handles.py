@@ -8,7 +8,8 @@ from typing import Any
 
 from telegrad.errors import CallRefused, RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId, show_id
-from telegrad.rpc.calls import name_of, start_call, start_request, value_of, wait_for_value
+from telegrad.rpc.calls import start_call, start_request, value_of, wait_for_value
+from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout

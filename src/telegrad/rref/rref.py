@@ -104,7 +104,8 @@ class RRef(Generic[T]):
             text = repr(handle).replace("RRefId = ", "rref_id=").replace("ForkId = ", "fork_id=")
             raise RRefError(
                 f"For {text}, can't call localValue() on user {handle.rrefs.agent.info}. "
-                f"Call it on owner {self.owner()}"
+                f"Call it on owner {self.owner()}; here, `to_here()` gets a copy, and `rpc_sync().method()` calls it "
+                "there"
             )
         handle.check_usable("local_value() on it")
         handle.value.wait()

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
-from telegrad.rpc.calls import Worker, check_call, name_of
+from telegrad.rpc.calls import Worker, check_call
+from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT

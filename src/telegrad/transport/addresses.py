@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import ipaddress
 import os
 import secrets
@@ -24,6 +25,7 @@ TRANSPORTS = (UNIX, TCP)  # those that are used unless an option says otherwise
 ALL_TRANSPORTS = (*TRANSPORTS, MEMORY)
 _BACKLOG = 512
 _FULL_SECONDS = 0.005
+_IDENTITY_DIGITS = 24
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -40,7 +42,8 @@ def host_identity() -> str:
     for namespace in ("/proc/self/ns/net", "/proc/self/ns/mnt", "/proc/self/ns/pid"):  # which a process may leave
         with contextlib.suppress(OSError):
             parts += (os.readlink(namespace),)
-    return "|".join(parts) or socket.gethostname()
+    # Hashed: it is in every worker's record several times, and every worker of a job reads those of all.
+    return hashlib.sha256("|".join(parts or (socket.gethostname(),)).encode()).hexdigest()[:_IDENTITY_DIGITS]
 
 
 @functools.cache

@@ -16,13 +16,15 @@ from telegrad.errors import AuthenticationError, ProtocolError, SerializationErr
 from telegrad.transport.addresses import Address
 from telegrad.transport.blocks.heap import Heap
 from telegrad.transport.device.channel import DeviceChannel
+from telegrad.transport.device.in_place import InPlace
 from telegrad.transport.stream import SocketStream, Stream
 from telegrad.transport.stripes.gathering import Gathering
 from telegrad.transport.stripes.stripes import Stripes
 from telegrad.transport.stripes.threads import PartThreads
 from telegrad.transport.tensor_memory import BLOCK_NOTICES, TensorMemory
 from telegrad.wire.block_notices import StripesReady
-from telegrad.wire.frames import NOTICE, STRIPED, Frame, FrameKind, FrameReader, encode_prefix, encode_small
+from telegrad.wire.frame_reader import FrameReader
+from telegrad.wire.frames import NOTICE, STRIPED, Frame, encode_prefix, encode_whole
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.parts import STRIPE_FROM
 from telegrad.wire.tensor.segments import Segment
@@ -30,10 +32,9 @@ from telegrad.wire.tensor.specs import TensorSpec
 
 log = logging.getLogger("telegrad.transport")
 
-_JOIN_UP_TO = 64 * 1024
+SMALL_FRAME = 64 * 1024  # bytes up to which a message is one piece, and can share a write
+SMALL_PAYLOAD = 32 * 1024  # bytes up to which it usually is one, with the small tensors that may come along
 _HOLD_UP_TO = 64  # small frames that may wait for one write
-
-_OWN_NOTICES = BLOCK_NOTICES | {StripesReady}
 
 _first_side = threading.Lock()  # of any connection
 
@@ -62,6 +63,8 @@ class Connection:
         self._write_lock = threading.Lock()
         self.memory = TensorMemory(stream, self._tell)
         self.copier = self.memory.copier
+        # Blocks that the peer does not know yet to be free: looked at before each write.
+        self._released, self._retired = self.memory.released, self.memory.retired
         self.outbox: deque[bytes] = deque()  # small frames that wait for the next write
         self.after_hold: Callable[[], None] = _nothing  # called when what was held back has been written in time
         self.closed = False
@@ -89,42 +92,43 @@ class Connection:
         *,
         deadline: float | None = None,
         hold: bool = False,
+        in_place: list[InPlace] | None = None,
     ) -> bytes | None:
         """Send one message. With `hold` a small one may wait for the next send or `flush`, to share its write.
 
-        `memory` is that of the tensors: segments, or the bytes of small ones. Returns the encoded frame if it is small
-        and can be sent again as it is, to this peer, over any connection.
+        `memory` is that of the tensors: segments, or the bytes of small ones. With a list `in_place` the peer may read
+        CUDA tensors where they lie until it has answered, and what is to be ended then is appended.
+
+        Returns the encoded frame if it is small and can be sent again as it is, to this peer, over any connection.
         """
         if type(memory) is bytes:
-            frame = encode_small(kind, request_id, ack, message, payload, tensors, memory)
-            if len(frame) <= _JOIN_UP_TO:
+            frame = encode_whole(kind, request_id, ack, message, payload, tensors, memory)
+            if len(frame) <= SMALL_FRAME:
                 if hold and len(self.outbox) < _HOLD_UP_TO:
                     self.outbox.append(frame)
                 else:
                     self._write([frame], deadline)
                 return frame
-            buffers: list[Any] = [frame]
-            self_contained = True
+            prefix = encode_prefix(kind, request_id, ack, message, tensors, (), len(payload), len(memory))
+            buffers: list[Any] = [prefix, payload, memory]
+            in_blocks = False
         else:
-            table, inline, length, in_blocks = self.memory.place(tensors, memory)  # type: ignore[arg-type] # not bytes
+            placed = self.memory.place(tensors, memory, in_place)  # type: ignore[arg-type] # not bytes
+            table, inline, length, in_blocks = placed
             if length >= STRIPE_FROM and self._uses_stripes():
-                prefix = encode_prefix(kind + STRIPED, request_id, ack, message, tensors, table, len(payload), length)
+                prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length, STRIPED)
                 self._check_size([prefix, payload, *inline])
                 self._write_striped([prefix, payload], inline, length, deadline)
                 return None
             prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length)
             buffers = [prefix, payload, *inline]
-            self_contained = not in_blocks
-        if sum(map(len, buffers)) > _JOIN_UP_TO:
+        if sum(map(len, buffers)) > SMALL_FRAME:
             self._check_size(buffers)
             self._write(buffers, deadline)
             return None
         frame = b"".join(buffers)
-        if hold and len(self.outbox) < _HOLD_UP_TO:
-            self.outbox.append(frame)
-        else:
-            self._write([frame], deadline)
-        return frame if self_contained else None
+        self.send_encoded(frame, deadline, hold)
+        return None if in_blocks else frame
 
     def _check_size(self, buffers: Sequence[Any]) -> None:
         """Refuse here what the peer would refuse: sent all the same, it would end the connection again and again."""
@@ -135,14 +139,19 @@ class Connection:
                 "it takes in; send it in parts, or raise `max_message_bytes` in the options of that worker"
             )
 
-    def send_encoded(self, frame: bytes, deadline: float | None = None) -> None:
-        """Send a small frame that was encoded before."""
-        self._write([frame], deadline)
+    def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
+        """Send a frame that was encoded before."""
+        if len(frame) > SMALL_FRAME:
+            self._check_size([frame])
+        if hold and len(self.outbox) < _HOLD_UP_TO:
+            self.outbox.append(frame)
+        else:
+            self._write([frame], deadline)
 
     def flush(self, deadline: float | None = None) -> None:
         """Write what was held back."""
         if self.outbox:
-            self.send_encoded(b"", deadline)
+            self._write([b""], deadline)
 
     def tidy(self, before: float) -> bool:
         """Return the blocks that have been idle since `before`, and tell the peer which it need not keep either.
@@ -151,7 +160,7 @@ class Connection:
         self.memory.trim(before)
         if self.memory.released or self.memory.retired or self.devices is not None:
             try:
-                self.send_encoded(b"", time.monotonic())
+                self._write([b""], time.monotonic())
             except (OSError, ValueError):
                 log.debug("a peer hears of idle blocks with the next message")
         return self.memory.has_blocks
@@ -161,22 +170,29 @@ class Connection:
         if not self._write_lock.acquire(False):
             self._wait_to_write(deadline)
         try:
-            memory = self.memory
-            if self.outbox or memory.released or memory.retired or memory.devices is not None or order.active:
+            if self.outbox or self._released or self._retired or self.memory.devices is not None or order.active:
                 self._write_with_held(buffers, deadline)
             else:
                 self.stream.send(buffers, deadline, self.on_blocked)
         finally:
             self._write_lock.release()
+        if order.active and self.memory.devices is not None:
+            self.memory.devices.landing.prepare_expected()
 
     def _write_with_held(self, buffers: list[Any], deadline: float | None) -> None:
         """Under the lock: write, after what was held back and what is to be told about blocks."""
-        notices = [encode_prefix(FrameKind.NOTICE, 0, 0, notice) for notice in self.memory.notices()]
-        # After what was held back: that may name a block which is free since it was encoded.
-        held = [*self._drain_outbox(), *notices]
+        notices: list[bytes] = []
+        if self._released or self._retired or self.memory.devices is not None:
+            notices = [encode_prefix(NOTICE, 0, 0, notice) for notice in self.memory.notices()]
+        held: list[bytes] = []
+        while self.outbox:
+            held.append(self.outbox.popleft())
+        # After what was held back: that may name a block which is free since it was encoded. And looked at before: they
+        # may name what has just been put there (`_tell`).
+        held += notices
         if held:
-            small = len(buffers) == 1 and len(buffers[0]) <= _JOIN_UP_TO
-            buffers = [b"".join((*held, *buffers))] if small else [b"".join(held), *buffers]
+            is_one = len(buffers) == 1  # which is small, or nearly so
+            buffers = [b"".join((*held, *buffers))] if is_one else [b"".join(held), *buffers]
         try:
             if order.active and any(type(buffer) is host.DeviceBytes for buffer in buffers):
                 self._write_chunks(buffers, deadline)
@@ -225,35 +241,28 @@ class Connection:
         elif not self._write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TimeoutError("another message is still being written to the peer, which does not read it")
 
-    def _drain_outbox(self) -> list[bytes]:
-        held = []
-        while self.outbox:
-            held.append(self.outbox.popleft())
-        return held
-
     def _tell(self, message: AnyMessage) -> None:
         """Have a notice written before anything that is sent from now on."""
-        self.outbox.append(encode_prefix(FrameKind.NOTICE, 0, 0, message))
+        self.outbox.append(encode_prefix(NOTICE, 0, 0, message))
 
     # --- receiving ---
 
     def receive(self) -> list[Frame] | None:
         """The frames that can be read without waiting; None at the end of the stream."""
-        count = self.stream.receive_into(self._reader.target())
+        reader, stream = self._reader, self.stream
+        count = stream.receive_into(reader.target)
         if count <= 0:
-            if not self._reader.waiting:
+            if not reader.waiting:
                 return [] if count < 0 else None
             count = 0  # a message has come but for its parts on other streams
-        frames = self._reader.received(count)
-        while self.stream.pending and not self._reader.waiting:  # else nobody would be told that there is more
-            frames += self._reader.received(max(0, self.stream.receive_into(self._reader.target())))
-        for frame in frames:
-            if frame.segments or (frame.kind == NOTICE and type(frame.message) in _OWN_NOTICES):
-                return self._for_others(frames)
-        return frames
+        frames = reader.received(count)
+        while stream.pending and not reader.waiting:  # else nobody would be told that there is more
+            frames += reader.received(max(0, stream.receive_into(reader.target)))
+        return self._for_others(frames) if reader.has_memory else frames
 
     def _for_others(self, frames: list[Frame]) -> list[Frame]:
         """Find the memory of large tensors, and keep back what is the connection's own business."""
+        self._reader.has_memory = False
         kept = []
         for frame in frames:
             if frame.kind == NOTICE and type(frame.message) in BLOCK_NOTICES:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import FrameKind
+from telegrad.wire.frames import HEADER, WHOLE_BEGINS, decode_record
 from telegrad.wire.messages import AnyMessage
 
 log = logging.getLogger("telegrad.transport")
@@ -90,7 +90,7 @@ class FaultyConnection:
             setattr(self._connection, name, value)
 
     def send(
-        self, kind: FrameKind, request_id: int, ack: int, message: AnyMessage, *args: Any, **kwargs: Any
+        self, kind: int, request_id: int, ack: int, message: AnyMessage, *args: Any, **kwargs: Any
     ) -> bytes | None:
         """As on a connection, unless a fault is due."""
         plan = self._faults.next_for(message)
@@ -108,6 +108,15 @@ class FaultyConnection:
                 self._queue(plan.seconds if plan is not None else 0.0, (kind, request_id, ack, message, *args))
                 return None
         return self._connection.send(kind, request_id, ack, message, *args, **kwargs)
+
+    def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
+        """The same for a frame that was encoded before."""
+        if frame[: len(WHOLE_BEGINS)] == WHOLE_BEGINS:
+            found = decode_record(memoryview(frame)[HEADER.size :])
+            content = (found.payload, found.tensors, bytes(found.data or b""))
+            self.send(found.kind, found.request_id, found.ack, found.message, *content, deadline=deadline, hold=hold)
+        else:
+            self._connection.send_encoded(frame, deadline, hold)
 
     def _queue(self, seconds: float, frame: tuple[Any, ...]) -> None:
         self._line.append((time.monotonic() + seconds, frame))

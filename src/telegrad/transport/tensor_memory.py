@@ -18,8 +18,10 @@ from telegrad.cuda import host, order
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.copying import Copier
 from telegrad.transport.blocks.lending import Borrower, Lender
-from telegrad.transport.device.channel import DEVICE_NOTICES, DeviceChannel, is_of_device
+from telegrad.transport.device.channel import DEVICE_NOTICES, DeviceChannel, is_granted, is_of_device
 from telegrad.transport.device.flags import Page
+from telegrad.transport.device.in_place import InPlace
+from telegrad.transport.device.landing import FIRST_GRANT
 from telegrad.transport.stream import Stream, is_running
 from telegrad.wire.block_notices import ReleaseBlocks, RetireBlocks
 from telegrad.wire.frames import INLINE, Frame, SegmentSpec, align, returned
@@ -76,10 +78,12 @@ class TensorMemory:
 
     # --- sending ---
 
-    def place(self, tensors: Sequence[TensorSpec], segments: Sequence[Segment]) -> Placed:
-        """Put the memory of a message where the peer will find it."""
+    def place(
+        self, tensors: Sequence[TensorSpec], segments: Sequence[Segment], in_place: list[InPlace] | None = None
+    ) -> Placed:
+        """Put the memory of a message where the peer will find it; `in_place` as in `DeviceChannel.lend`."""
         if order.active and any(s.device != HOST for s in segments):
-            return self._place_with_devices(tensors, segments)
+            return self._place_with_devices(tensors, segments, in_place)
         total = sum(s.nbytes for s in segments)
         if total >= SHARE_FROM and self._sharing and self.lender is not None and self.lender.lent_bytes < LEND_LIMIT:
             table = self._fill_block(segments)
@@ -87,11 +91,13 @@ class TensorMemory:
                 return Placed(table, [], 0, True)
         return _inline(segments, total < COPY_UP_TO)
 
-    def _place_with_devices(self, tensors: Sequence[TensorSpec], segments: Sequence[Segment]) -> Placed:
+    def _place_with_devices(
+        self, tensors: Sequence[TensorSpec], segments: Sequence[Segment], in_place: list[InPlace] | None
+    ) -> Placed:
         """The same where some of it is on the GPU. What cannot stay there goes through the host."""
         placed: list[SegmentSpec | None] = [None] * len(segments)
         if self.lender is not None:
-            placed = self._device_channel().lend(tensors, segments)
+            placed = self._device_channel().lend(tensors, segments, in_place)
         rest = [segment for segment, at in zip(segments, placed, strict=True) if at is None]
         data: list[Any] = []
         length = 0
@@ -208,8 +214,12 @@ class TensorMemory:
         if lane is None or self.lender is None:
             raise ProtocolError("the peer used shared memory on a connection that has none")
         if is_of_device(block):
-            known[block] = loan = self._device_channel().borrower.borrow(block)
-            return loan
+            channel = self._device_channel()
+            found: Any = (
+                channel.landing.arrive(block - FIRST_GRANT) if is_granted(block) else channel.borrower.borrow(block)
+            )
+            known[block] = found
+            return found
         if block < INLINE:
             alias = self.lender.regain(returned(block))
         else:
@@ -254,12 +264,12 @@ class TensorMemory:
         if self.lender is not None:
             self.lender.trim(before)
         if self.devices is not None:
-            self.devices.lender.trim(before)
+            self.devices.trim(before)
 
     @property
     def has_blocks(self) -> bool:
         """Whether there is any block on either side."""
-        if self.devices is not None and (self.devices.lender.has_blocks or self.devices.borrower.mapped):
+        if self.devices is not None and self.devices.is_in_use:
             return True
         return (self.lender is not None and self.lender.has_blocks) or self.borrower.mapped > 0
 

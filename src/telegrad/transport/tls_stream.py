@@ -107,7 +107,29 @@ class TlsStream(SocketStream):
         return self.pending > 0 or bool(self._poll(seconds * 1000))
 
     def _receive_into(self, view: memoryview) -> int:
-        count: int = 0
+        """The common case by itself: a small message is one record, which comes whole."""
+        if self.pending or not len(view):
+            return self._receive_rest(view, 0)
+        raw, incoming = self._raw, self._incoming
+        came = self._read_raw(raw)
+        if came <= 0:
+            return came
+        try:
+            with self._step:
+                incoming.write(raw[:came])
+                count: int = self._tls.read(_RECORD, view)  # type: ignore[assignment] # as below
+                left = incoming.pending
+        except ssl.SSLWantReadError:  # a part of a record
+            return -1 if came < len(raw) else self._receive_rest(view, 0)
+        except ssl.SSLZeroReturnError:
+            return 0
+        if left or count == len(view):
+            self.pending = left + self._tls.pending()
+            return self._receive_rest(view, count) if left and count < len(view) else count
+        return count if came < len(raw) else self._receive_rest(view, count)
+
+    def _receive_rest(self, view: memoryview, count: int) -> int:
+        """The same of what is more than one record, or less, after the first `count` bytes."""
         limit = min(len(view), _MOST_AT_ONCE)
         if not limit:
             return 0
@@ -150,13 +172,18 @@ class TlsStream(SocketStream):
     def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
         """Write all of `buffers`; calls `blocked` if that has to wait. TimeoutError at the deadline, after which the
         stream is `broken` if a part had been encrypted: nothing else can follow that."""
-        if deadline is not None:
-            self._check_room(deadline)
+        if deadline is not None and deadline - time.monotonic() < _HURRY:
+            self._check_room()
         if len(buffers) == 1 and len(buffers[0]) <= _RECORD:
             with self._step:
                 self._tls.write(buffers[0])
                 encrypted = self._outgoing.read()
-            self._send_encrypted(encrypted, deadline, blocked)
+            try:
+                sent = self._socket.send(encrypted)
+            except BlockingIOError:
+                sent = 0
+            if sent != len(encrypted):
+                self._send_encrypted(memoryview(encrypted)[sent:], deadline, blocked)
             return
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
@@ -172,7 +199,7 @@ class TlsStream(SocketStream):
         if encrypted:
             self._send_encrypted(encrypted, deadline, blocked)
 
-    def _send_encrypted(self, encrypted: bytes, deadline: float | None, blocked: Callable[[], None]) -> None:
+    def _send_encrypted(self, encrypted: Any, deadline: float | None, blocked: Callable[[], None]) -> None:
         try:
             super().send((encrypted,), deadline, blocked)
         except TimeoutError:
@@ -180,10 +207,9 @@ class TlsStream(SocketStream):
                 self._break()
             raise
 
-    def _check_room(self, deadline: float) -> None:
+    def _check_room(self) -> None:
         """What has no time to wait must find room before it begins: what is encrypted has to be sent."""
-        if deadline - time.monotonic() < _HURRY:
-            writable = select.poll()
-            writable.register(self._fileno, select.POLLOUT)
-            if not writable.poll(0):
-                raise TimeoutError("the peer does not read what is sent to it")
+        writable = select.poll()
+        writable.register(self._fileno, select.POLLOUT)
+        if not writable.poll(0):
+            raise TimeoutError("the peer does not read what is sent to it")

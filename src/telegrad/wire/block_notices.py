@@ -54,6 +54,51 @@ class RetireDeviceBlocks(BlockNotice, frozen=True, tag=83):
     blocks: tuple[int, ...]
 
 
+class AnnounceDeviceRegion(BlockNotice, frozen=True, tag=85):
+    """Memory of my allocator that messages and grants will name; open it."""
+
+    number: int
+    gpu: str  # its UUID
+    memory: bytes  # what it is opened with
+
+
+class DeviceRegionRefused(BlockNotice, frozen=True, tag=86):
+    """I cannot open that memory, and why."""
+
+    number: int
+    reason: str
+
+
+class RetireDeviceRegions(BlockNotice, frozen=True, tag=87):
+    """Neither messages nor grants will name these again; close them."""
+
+    numbers: tuple[int, ...]
+
+
+class GrantedPlace(BlockNotice, frozen=True):
+    """Memory of mine that you may write one tensor to."""
+
+    place: int  # among the flags of the page: its number, too
+    use: int
+    region: int
+    offset: int
+    nbytes: int
+    device: str  # what I call it
+
+
+class GrantDeviceMemory(BlockNotice, frozen=True, tag=88):
+    """Write to these, in place of a block of yours, what you send me of these sizes."""
+
+    page: int  # the block of shared memory that has their flags
+    places: tuple[GrantedPlace, ...]
+
+
+class ReclaimDeviceMemory(BlockNotice, frozen=True, tag=89):
+    """Give these back, unless you have used them."""
+
+    places: tuple[int, ...]
+
+
 class StripesReady(BlockNotice, frozen=True, tag=84):
     """All connections that large messages may be divided among are there: so many."""
 
@@ -67,5 +112,10 @@ AnyBlockNotice = (
     | DeviceBlockOpened
     | DeviceBlocksClosed
     | RetireDeviceBlocks
+    | AnnounceDeviceRegion
+    | DeviceRegionRefused
+    | RetireDeviceRegions
+    | GrantDeviceMemory
+    | ReclaimDeviceMemory
     | StripesReady
 )

@@ -85,6 +85,11 @@ def pack_flat(value: Any) -> Packed | None:
     return None
 
 
+def pack_call(args: tuple[Any, ...]) -> Packed | None:
+    """The same for a call without keywords: `pack_flat((args, {}))`."""
+    return _pack_tuple(_FLAT_CALL, args) if args else EMPTY_CALL
+
+
 def is_flat(payload: Any) -> bool:
     """Whether nothing in a payload is pickled."""
     return len(payload) > 0 and payload[0] in _FLAT_FORMS
@@ -93,10 +98,6 @@ def is_flat(payload: Any) -> bool:
 def unpack_flat(payload: Any, tensors: Sequence[Tensor]) -> Any:
     """Put a value together again in which nothing is pickled; NOT_FLAT for a payload of another form."""
     form = payload[0] if payload else -1
-    if form == _FLAT_CALL:
-        return _unpack_tuple(payload, tensors), {}
-    if form == _EMPTY_CALL:
-        return (), {}
     if form == _TENSOR:
         if len(tensors) != 1:
             raise ProtocolError(f"a payload of one tensor came with {len(tensors)}")
@@ -105,7 +106,19 @@ def unpack_flat(payload: Any, tensors: Sequence[Tensor]) -> Any:
         return None
     if form == _FLAT_TUPLE:
         return _unpack_tuple(payload, tensors)
+    if form == _FLAT_CALL:
+        return _unpack_tuple(payload, tensors), {}
+    if form == _EMPTY_CALL:
+        return (), {}
     return plain.decode(payload[1:], tensors) if form == _PLAIN else NOT_FLAT
+
+
+def unpack_call(payload: Any, tensors: Sequence[Tensor]) -> Any:
+    """The same where it is most likely the arguments of a call."""
+    form = payload[0] if payload else -1
+    if form == _FLAT_CALL:
+        return _unpack_tuple(payload, tensors), {}
+    return ((), {}) if form == _EMPTY_CALL else unpack_flat(payload, tensors)
 
 
 def unpack(payload: Any, tensors: Sequence[Tensor], *, find_class: FindClass | None = None) -> Any:
@@ -142,7 +155,7 @@ def _pack_tuple(form: int, values: tuple[Any, ...]) -> Packed | None:
     payload, take_tensors, take_scalars = shape
     tensors: list[Tensor] = []
     if take_tensors is not None:
-        tensors += take_tensors(values)
+        tensors = list(take_tensors(values))
         for tensor in tensors:
             if tensor.__dict__:
                 return None
@@ -189,22 +202,22 @@ def _take(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]] | None:
 def _unpack_tuple(payload: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     try:
         end = 2 + payload[1]
-        places = bytes(payload[2:end])
-        if 0 not in places:
-            return tuple([tensors[place - 1] for place in places])
-        scalars = _decode_scalars(payload[end:])
-        return _order_of(places, len(tensors))([*tensors, *scalars])
+        order, has_scalars = _order_of(bytes(payload[2:end]), len(tensors))
+        return order([*tensors, *_decode_scalars(payload[end:])] if has_scalars else tensors)
     except (IndexError, msgspec.MsgspecError) as error:
         raise ProtocolError(f"a flat payload does not fit its table of {len(tensors)} tensors: {error}") from error
 
 
 @functools.lru_cache(maxsize=1024)
-def _order_of(places: bytes, tensors: int) -> Callable[[Any], tuple[Any, ...]]:
-    """What takes the values of a tuple, in order, out of its tensors and scalars one after the other."""
+def _order_of(places: bytes, tensors: int) -> tuple[Callable[[Any], tuple[Any, ...]], bool]:
+    """What takes the values of a tuple, in order, out of its tensors and scalars one after the other, and whether there
+    are scalars."""
     indices, scalar = [], tensors
     for place in places:
         if place > tensors:
             raise IndexError(f"there is no tensor {place}")
         indices.append(place - 1 if place else scalar)
         scalar += not place
-    return itemgetter(*indices) if len(indices) > 1 else lambda values: (values[indices[0]],)
+    if len(indices) > 1:
+        return itemgetter(*indices), scalar > tensors
+    return lambda values: tuple(values[index] for index in indices), scalar > tensors

@@ -1,38 +1,38 @@
-"""A frame is one message on a stream: a fixed header, the message record, its payload, and the bytes of its tensors.
+"""A frame is one message on a stream: a header, and a record with all that is small about it.
 
-    header (40 bytes) | head: msgpack [message, tensor table, segment table] | payload | inline segments
+    header (8 bytes) | record: msgpack [kind, request id, ack, message, tensor table, payload, data, segments]
+    header           | lengths (16 bytes) | record | payload | inline segments
 
-Segments are runs of raw tensor bytes. One is inline (it follows the payload) or lies in a shared-memory block that the
-table names. A few small tensors need no table: their bytes follow the payload (`tensor/small.py`). `FrameReader` does
-no I/O: the transport asks it where to put the next bytes and tells it how many came. Every length is checked before
-memory is taken for it.
+Most frames are the record alone, and one call decodes it. A payload that is not small follows it, and so do segments:
+runs of raw tensor bytes, inline or in a shared-memory block that the record names. A few small tensors need no
+segments, their bytes are `data` (`tensor/small.py`). How frames are read from a stream is in `frame_reader.py`.
 """
 
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from torch import Tensor
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.parts import STRIPE_FROM
 from telegrad.wire.tensor.small import rebuild_small
 from telegrad.wire.tensor.tensors import TensorSpec, rebuild
 
 MAGIC = b"Tg"
-VERSION = 1
-HEADER = struct.Struct("<2sBBIQQQQ")  # magic, version, kind, head, payload, data lengths, request id, ack
-_HEADER_SIZE = HEADER.size
-_pack_header = HEADER.pack
+VERSION = 2
+HEADER = struct.Struct("<2sBBI")  # magic, version, form, length of the record
+LENGTHS = struct.Struct("<QQ")  # of the payload and of the inline segments
+# Forms: the record is all; or the connection has to see to what follows, or to its memory; or the inline segments come
+# over several streams (`parts.py`).
+WHOLE, WITH_MEMORY, STRIPED = range(3)
 ALIGNMENT = 64
 INLINE = -1  # the block number of a segment that travels in the frame itself
 _RETURNED = -2  # those from here down are the receiver's own blocks, which come back
 
-READ_SIZE = 64 * 1024
-MAX_HEAD = 64 * 2**20
+MAX_RECORD = 64 * 2**20
 MAX_FRAME = 64 * 2**30
 
 
@@ -47,13 +47,10 @@ class FrameKind(IntEnum):
 
 REQUEST, REPLY, FAILURE, NOTICE = map(int, FrameKind)  # as they are in frames
 
-# How the header of a frame of each kind begins, and the rest of it: what is read of every frame.
-_KINDS = {MAGIC + bytes([VERSION, kind]): int(kind) for kind in FrameKind}
-_unpack_fields = struct.Struct("<4sIQQQQ").unpack_from
-
-# What is added to the kind of a frame whose inline segments come over several streams (`parts.py`).
-STRIPED = 16
-_STRIPED_KINDS = {MAGIC + bytes([VERSION, kind + STRIPED]): MAGIC + bytes([VERSION, kind]) for kind in FrameKind}
+BEGINS = tuple(MAGIC + bytes([VERSION, form]) for form in (WHOLE, WITH_MEMORY, STRIPED))  # how frames of a form do
+WHOLE_BEGINS = BEGINS[WHOLE]
+_FAST_HEADER = struct.Struct("<4sI")  # the same header, read and written in less time
+pack_header, unpack_header = _FAST_HEADER.pack, _FAST_HEADER.unpack_from
 
 
 class SegmentSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -73,27 +70,27 @@ def returned(block: int) -> int:
     return _RETURNED - block
 
 
-# The part of a frame that is decoded first and checked whole.
-Head = tuple[AnyMessage, tuple[TensorSpec, ...], tuple[SegmentSpec, ...]]
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+_NO_BUFFERS: Sequence[Any] = ()
 
 
-class Frame(msgspec.Struct, eq=False):
-    """One received message. `data` holds the inline segments, or the bytes of small tensors, which have no segments;
-    `buffers` is one writable buffer per segment, once the connection has found them."""
+class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True, eq=False, dict=True):
+    """One received message: the record, checked whole as it is decoded, and below what its receiver adds."""
 
-    kind: int
-    request_id: int
-    ack: int
+    kind: Annotated[int, msgspec.Meta(ge=1, le=4)]  # a `FrameKind`
+    request_id: _Number
+    ack: _Number
     message: AnyMessage
-    tensors: tuple[TensorSpec, ...]
-    segments: tuple[SegmentSpec, ...]
-    payload: Any
-    data: Any
-    data_offset: int
-    is_large: bool = False  # whether it holds more than its sender should keep: it has memory of its own
-    buffers: Sequence[Any] = ()
-    arrived: int = 0  # set by who reads it, where the order of work on a GPU depends on it
-    read_at: float = 0.0  # when, if that is still to be recorded
+    tensors: tuple[TensorSpec, ...] = ()
+    payload: bytes = b""
+    data: bytearray | None = None  # the bytes of small tensors, or the inline segments
+    segments: tuple[SegmentSpec, ...] = ()
+
+    data_offset = 0  # where those begin in `data`
+    is_large = False  # whether it holds more than its sender should keep: it has memory of its own
+    buffers = _NO_BUFFERS  # one writable buffer per segment, once the connection has found them
+    arrived = 0  # set by who reads it, where the order of work on a GPU depends on it
+    read_at = 0.0  # when, if that is still to be recorded
 
     def take_tensors(self) -> list[Tensor]:
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""
@@ -111,9 +108,26 @@ class Frame(msgspec.Struct, eq=False):
         return f"<{kind} {self.request_id}: {type(self.message).__name__}, {len(self.tensors)} tensors>"
 
 
-_encode_head = msgspec.msgpack.Encoder().encode
-_decode_head: Callable[[Any], Head] = msgspec.msgpack.Decoder(Head).decode
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what that raises
+_encode = msgspec.msgpack.Encoder().encode
+decode: Callable[[Any], Frame] = msgspec.msgpack.Decoder(Frame).decode  # a record
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what that raises
+
+
+def encode_whole(
+    kind: int,
+    request_id: int,
+    ack: int,
+    message: AnyMessage,
+    payload: bytes = b"",
+    tensors: Sequence[TensorSpec] = (),
+    data: bytes = b"",
+) -> bytes:
+    """A frame that is the record alone: what is in it is small, and so are its tensors, whose bytes are `data`."""
+    if tensors:
+        record = _encode((kind, request_id, ack, message, tensors, payload, data))
+    else:
+        record = _encode((kind, request_id, ack, message, (), payload))
+    return pack_header(WHOLE_BEGINS, len(record)) + record
 
 
 def encode_prefix(
@@ -125,26 +139,11 @@ def encode_prefix(
     segments: Sequence[SegmentSpec] = (),
     payload_bytes: int = 0,
     data_bytes: int = 0,
+    form: int = WITH_MEMORY,
 ) -> bytes:
-    """Header and head of a frame; the caller sends payload and inline segments right behind it."""
-    head = _encode_head((message, tensors, segments))
-    return _pack_header(MAGIC, VERSION, kind, len(head), payload_bytes, data_bytes, request_id, ack) + head
-
-
-def encode_small(
-    kind: int,
-    request_id: int,
-    ack: int,
-    message: AnyMessage,
-    payload: bytes,
-    tensors: Sequence[TensorSpec],
-    data: bytes,
-) -> bytes:
-    """A whole frame whose tensors, if there are any, are small: their bytes follow the payload."""
-    head = _encode_head((message, tensors, ()))
-    return (
-        _pack_header(MAGIC, VERSION, kind, len(head), len(payload), len(data), request_id, ack) + head + payload + data
-    )
+    """A frame with more to it, up to its record; the caller sends payload and inline segments right behind that."""
+    record = _encode((kind, request_id, ack, message, tensors, b"", None, segments))
+    return pack_header(BEGINS[form], len(record)) + LENGTHS.pack(payload_bytes, data_bytes) + record
 
 
 def align(offset: int, alignment: int = ALIGNMENT) -> int:
@@ -152,170 +151,14 @@ def align(offset: int, alignment: int = ALIGNMENT) -> int:
     return -(-offset // alignment) * alignment
 
 
-class Arrival(Protocol):
-    """The segments of a frame that come over several streams."""
-
-    here: int  # bytes of them on the stream of the frame itself
-
-    def is_complete(self) -> bool:
-        """Asked when those are there: whether the others are. If not, nothing is to be read until they are."""
-
-
-class FrameReader:
-    """Turns a stream of bytes into frames.
-
-    Small frames are cut from one buffer that is read into again and again. A frame that does not fit gets memory of its
-    own from `allocate`, and its remaining bytes are read straight into that. If its segments come over several streams,
-    `arriving` is given their memory, and the frame is complete when the parts that come elsewhere are.
-    """
-
-    def __init__(self, allocate: Callable[[int], Any] = bytearray, max_frame: int = MAX_FRAME) -> None:
-        self._allocate = allocate
-        self._max_frame = max_frame
-        self._buffer = bytearray(READ_SIZE)
-        self._view = memoryview(self._buffer)
-        self._start = 0
-        self._end = 0
-        # A frame too large for the buffer: its header fields, memory, where it starts there, its view, bytes so far.
-        self._large: tuple[tuple[Any, ...], Any, int] | None = None
-        self._large_view: memoryview = self._view[:0]
-        self._large_filled = 0
-        self.arriving: Callable[[memoryview], Arrival] | None = None  # where there are several streams
-        self.on_large: Callable[[], None] | None = None  # called when a frame begins that could use several
-        self._arrival: Arrival | None = None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a frame lacks nothing but what comes over other streams: then there is no target."""
-        return self._arrival is not None and self._large_filled == len(self._large_view)
-
-    @property
-    def idle(self) -> bool:
-        """True between frames: the stream may end here without a loss."""
-        return self._large is None and self._start == self._end
-
-    def target(self) -> memoryview:
-        """Where the next bytes of the stream belong."""
-        if self._large is not None:
-            return self._large_view[self._large_filled :]
-        if self._start == self._end:
-            self._start = self._end = 0
-            return self._view
-        if self._end > READ_SIZE // 2:
-            remaining = self._buffer[self._start : self._end]
-            self._view[: len(remaining)] = remaining
-            self._start, self._end = 0, len(remaining)
-        return self._view[self._end :]
-
-    def received(self, count: int) -> list[Frame]:
-        """`count` bytes were put into the target; the frames that are complete now."""
-        if self._large is not None:
-            return self._received_of_large(count)
-        frames: list[Frame] = []
-        buffer, view, start = self._buffer, self._view, self._start
-        self._end = limit = self._end + count
-        while (begin := start + _HEADER_SIZE) <= limit:
-            kind, head_bytes, payload_bytes, data_bytes, request_id, ack = fields = _unpack_fields(buffer, start)
-            middle = begin + head_bytes
-            end = middle + payload_bytes
-            after = end + data_bytes
-            if kind not in _KINDS or head_bytes > MAX_HEAD or after - begin > self._max_frame:
-                if not self._is_striped(fields):
-                    raise self._refusal(start)
-                self._begin_large((_STRIPED_KINDS[kind], *fields[1:]), begin, after - begin, self.arriving)
-                return frames
-            if after > limit:
-                if after - start > READ_SIZE // 2:
-                    self._begin_large(fields, begin, after - begin)
-                    return frames
-                break
-            try:
-                message, tensors, segments = _decode_head(view[begin:middle])
-            except _MALFORMED as error:
-                raise _malformed(error) from error
-            payload = bytes(view[middle:end]) if payload_bytes else b""
-            # Tensors will alias this copy, so the buffer itself is free to be read into again.
-            data = buffer[end:after] if data_bytes else None
-            frames.append(Frame(_KINDS[kind], request_id, ack, message, tensors, segments, payload, data, 0))
-            start = after
-        self._start = start
-        return frames
-
-    def _received_of_large(self, count: int) -> list[Frame]:
-        assert self._large is not None
-        self._large_filled += count
-        if self._large_filled < len(self._large_view):
-            return []
-        if self._arrival is not None:
-            if not self._arrival.is_complete():
-                return []
-            self._arrival = None
-        fields, memory, start = self._large
-        self._large = None
-        self._large_view = self._view[:0]
-        return [_frame_in_place(fields, memory, start)]
-
-    def _refusal(self, start: int) -> ProtocolError:
-        """What is wrong with a header."""
-        magic, version, kind, head, payload, data, _, _ = HEADER.unpack_from(self._buffer, start)
-        if magic != MAGIC:
-            text = f"a frame starts with {magic!r}, not {MAGIC!r}: the peer does not speak this protocol"
-        elif version != VERSION:
-            text = f"the peer speaks version {version} of the protocol, this worker version {VERSION}"
-        elif kind not in map(int, FrameKind) and kind - STRIPED not in map(int, FrameKind):
-            text = f"unknown frame kind {kind}"
-        elif kind not in map(int, FrameKind):
-            text = f"a frame of {data} bytes of tensors comes over several connections that this one does not have"
-        else:
-            text = (
-                f"a frame of {head} + {payload} + {data} bytes is over the limit ({MAX_HEAD} for its head, "
-                f"{self._max_frame} in all)"
-            )
-        return ProtocolError(text)
-
-    def _is_striped(self, fields: tuple[Any, ...]) -> bool:
-        """Whether a header that is none of the usual is right for a frame that comes over several streams."""
-        kind, head, payload, data, _, _ = fields
-        fits = head <= MAX_HEAD and head + payload + data <= self._max_frame
-        return kind in _STRIPED_KINDS and data >= STRIPE_FROM and fits and self.arriving is not None
-
-    def _begin_large(
-        self,
-        fields: tuple[Any, ...],
-        begin: int,
-        total: int,
-        arriving: Callable[[memoryview], Arrival] | None = None,
-    ) -> None:
-        lead = fields[1] + fields[2]
-        start = align(lead) - lead  # so that the inline segments are aligned in memory
-        memory = self._allocate(start + total)
-        view = memoryview(memory).cast("B")[start : start + total]
-        have = self._end - begin
-        if arriving is not None:
-            self._arrival = arriving(view[lead:])
-            view = view[: lead + self._arrival.here]
-        elif total >= STRIPE_FROM and self.on_large is not None:
-            self.on_large()
-        view[:have] = self._view[begin : self._end]
-        self._large, self._large_view, self._large_filled = (fields, memory, start), view, have
-        self._start = self._end = 0
-
-
-def _frame_in_place(fields: tuple[Any, ...], memory: Any, start: int) -> Frame:
-    kind, head_bytes, payload_bytes, _, request_id, ack = fields
-    view = memoryview(memory).cast("B")
-    middle = start + head_bytes
-    end = middle + payload_bytes
-    return Frame(_KINDS[kind], request_id, ack, *decode_head(view[start:middle]), view[middle:end], memory, end, True)
-
-
-def decode_head(raw: Any) -> Head:
-    """The checked head of a frame."""
+def decode_record(raw: Any) -> Frame:
+    """The checked record of a frame."""
     try:
-        return _decode_head(raw)
-    except _MALFORMED as error:
-        raise _malformed(error) from error
+        return decode(raw)
+    except MALFORMED as error:
+        raise malformed(error) from error
 
 
-def _malformed(error: Exception) -> ProtocolError:
-    return ProtocolError(f"the head of a frame is malformed: {error}")
+def malformed(error: Exception) -> ProtocolError:
+    """What is made of one of `MALFORMED`."""
+    return ProtocolError(f"the record of a frame is malformed: {error}")

@@ -152,6 +152,7 @@ class Graph:
     def _run_with_leaves(self, roots: list[Root]) -> None:
         for _, gradient in roots:
             if gradient is not None and gradient.numel() > _MANY:
+                del gradient  # nothing here may hold it: see there
                 self._hand_over_large(roots)
                 break
         if self._sums:

@@ -27,7 +27,7 @@ from telegrad.observe.asking import ask_all
 from telegrad.observe.profiling.events import Profiled, ProfiledCall, RemoteEvent, encode, local, merge, to_send
 from telegrad.observe.profiling.merging import parse_records
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.calls import name_of
+from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.layer import Around, CallProfiler, OnReply, Served
 from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member

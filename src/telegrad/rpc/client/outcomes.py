@@ -9,7 +9,7 @@ from telegrad.transport.addresses import TCP
 from telegrad.transport.connection import Connection
 
 if TYPE_CHECKING:
-    from telegrad.rpc.client.link import Link
+    from telegrad.rpc.client.connecting import Connecting
 
 
 class Dialled(NamedTuple):
@@ -29,10 +29,10 @@ class Unanswered(NamedTuple):
 class LinkEvents(Protocol):
     """Whom a link asks for connections, and tells what happens to it."""
 
-    def dial(self, link: "Link", deadline: float) -> Dialled | Unanswered:
+    def dial(self, link: "Connecting", deadline: float) -> Dialled | Unanswered:
         """A new connection for a link. TimeoutError at the deadline of whoever asked for it."""
 
-    def link_lost(self, link: "Link") -> None:
+    def link_lost(self, link: "Connecting") -> None:
         """The connection of a link ended: replace it, or find that the worker is dead."""
 
     def unanswered(self, member: Member, why: str) -> None:

@@ -8,41 +8,41 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from telegrad.rpc.client.function_table import with_definition
 from telegrad.wire.frames import Frame
 
 FOREVER = float("inf")
 
 
-class Slot:
+class Slot(msgspec.Struct, eq=False):
     """One request on its way: what it was, until when it may take, and how its caller learns of the end."""
 
-    # No `__slots__`, but defaults of the class: a call sets few of these, and there are many calls.
-    request_id = 0
+    subject: str | Callable[[], str]
+    timeout: float
+    deadline: float
     link: Any = None  # the one it was sent on
-    since = 0.0  # when it was asked
-    frame: Frame | None = None
-    error: BaseException | None = None
-    done = False
-    # For a caller whose thread does not wait: called with the slot when it is done.
-    complete: "Callable[[Slot], None] | None" = None
-    # Its caller will come and wait itself, so no other thread need look for the reply until then.
-    attended = False
-    # The future that `complete` will set, if that is what it does.
-    future: Any = None
-    on_reply: Any = None  # what a layer above does with the reply before it is unpacked
-    # Releases the caller that waits while another thread reads.
-    wake: Any = None
+    since: float = 0.0  # when it was asked
     # What was given to the connection, to send again over a new one, and the definition of the function if the message
     # has only the number that stands for it.
     resend: tuple[Any, ...] = ()
-    definition = b""
-    seen: Any = None  # what is recorded of it, while recording is on
-
-    def __init__(self, subject: str | Callable[[], str], timeout: float, deadline: float) -> None:
-        self.subject = subject
-        self.timeout = timeout
-        self.deadline = deadline
+    definition: bytes = b""
+    # For a caller whose thread does not wait: called with the slot when it is done.
+    complete: "Callable[[Slot], None] | None" = None
+    # Its caller will come and wait itself, so no other thread need look for the reply until then.
+    attended: bool = False
+    # The future that `complete` will set, if that is what it does.
+    future: Any = None
+    on_reply: Any = None  # what a layer above does with the reply before it is unpacked
+    request_id: int = 0
+    frame: Frame | None = None
+    error: BaseException | None = None
+    done: bool = False
+    wake: Any = None  # releases the caller that waits while another thread reads
+    in_place: Any = None  # CUDA tensors that the worker may read here until it has answered
+    watched: bool = False  # whether its end is recorded, or noted in the audit
+    seen: Any = None  # what is recorded of it
 
     def wait(self) -> None:
         """Wait here until it is done; raises RpcTimeout at the deadline, unless `complete` takes the error."""
@@ -57,6 +57,12 @@ class Slot:
         message, *rest = self.resend
         return (with_definition(message, self.definition) if self.definition else message, *rest)
 
+    def end_in_place(self) -> None:
+        """The call is over: its tensors may change from now on."""
+        tensors, self.in_place = self.in_place, None
+        for one in tensors:
+            one.end()
+
     def take_error(self) -> BaseException:
         """The error, to raise. The slot lets go of it: the frames it collects on its way up hold the slot."""
         error, self.error = self.error, None
@@ -69,7 +75,7 @@ class Pending:
 
     def __init__(self) -> None:
         self.slots: dict[int, Slot] = {}  # by the number of the request
-        self._next_deadline = FOREVER
+        self.next_deadline = FOREVER  # of those that no caller's own thread keeps
         self._lock = threading.Lock()  # numbers and enters in one step, so that `lowest` never skips one
         self._last = 0
         self._lowest = 1
@@ -83,25 +89,17 @@ class Pending:
         """How many requests there have been."""
         return self._last
 
-    def admit(self, slot: Slot) -> tuple[int, bool]:
-        """Number a request and wait for its reply.
-
-        Returns the oldest request without a reply, and whether this deadline is now the earliest of those that no
-        caller's own thread keeps.
-        """
+    def admit(self, slot: Slot) -> int:
+        """Number a request and wait for its reply. Returns the oldest request without one."""
         slots = self.slots
         with self._lock:
-            slot.request_id = self._last = lowest = self._last + 1
+            slot.request_id = self._last = number = self._last + 1
             if slots or self.given_up:
-                slots[lowest] = slot
-                lowest = self._lowest if self._lowest in slots else self._advance()
-            else:  # all before it were answered
-                slots[lowest] = slot
-                self._lowest = lowest
-            if slot.complete is None or slot.deadline >= self._next_deadline:
-                return lowest, False
-            self._next_deadline = slot.deadline
-        return lowest, True
+                slots[number] = slot
+                return self._lowest if self._lowest in slots else self._advance()
+            slots[number] = slot  # all before it were answered
+            self._lowest = number
+            return number
 
     def lowest(self) -> int:
         """The oldest request without a reply, or the next one to come: all before it were answered."""
@@ -154,7 +152,7 @@ class Pending:
                     late.append(slot)
             elif slot.deadline < earliest:
                 earliest = slot.deadline
-        self._next_deadline = earliest
+        self.next_deadline = earliest
         return late, earliest
 
     def take_all(self) -> list[Slot]:

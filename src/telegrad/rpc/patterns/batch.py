@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from telegrad.errors import TelegradError
-from telegrad.rpc.calls import Worker, check_call, name_of, rpc_async
+from telegrad.rpc.calls import Worker, check_call, rpc_async
+from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT

@@ -48,6 +48,7 @@ def gather(
         >>> rpc.gather(pow, (2, 3))
         {'worker0': 8, 'worker1': 8}
     """
+    _check_function(func, "gather(func, args, workers=...)")
     names = _names(workers)
     futures: list[Future[T]] = [
         rpc_async(name, func, args=list(args or ()), kwargs=kwargs or {}, timeout=timeout) for name in names
@@ -73,6 +74,7 @@ def map(
         >>> list(rpc.map(abs, [-1, -2, -3]))
         [1, 2, 3]
     """
+    _check_function(func, "map(func, items, workers=...)")
     names = _names(workers) if workers is not None else _others()
     free = deque(itertools.chain.from_iterable(itertools.repeat(names, AHEAD)))
     waiting: deque[Future[T]] = deque()
@@ -90,6 +92,11 @@ def map(
             yield waiting.popleft().value()
     while waiting:
         yield waiting.popleft().wait()
+
+
+def _check_function(func: Any, usage: str) -> None:
+    if not callable(func) and not isinstance(func, str):  # text is the name of an exported function
+        raise TypeError(f"rpc.{usage}: the function comes first, got {func!r}")
 
 
 def as_completed(futures: Iterable[Future[T]], timeout: float | None = None) -> Iterator[Future[T]]:

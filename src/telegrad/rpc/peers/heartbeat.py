@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from telegrad.errors import TelegradError, WorkerDied
+from telegrad.rpc.client.connecting import Connecting
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.peers.liveness import Action, Evidence, Failure, is_final
@@ -110,7 +111,7 @@ class Heartbeat(Layer):
 
     # --- lost connections ---
 
-    def link_lost(self, link: Link) -> None:
+    def link_lost(self, link: Connecting) -> None:
         """A connection this worker had dialled ended: replace it, or find that its worker is dead."""
         if self._runtime.closing:
             link.close()
@@ -133,7 +134,7 @@ class Heartbeat(Layer):
         if not link.connected:  # else its end will show there too
             self.link_lost(link)
 
-    def _redial(self, link: Link) -> None:
+    def _redial(self, link: Connecting) -> None:
         member, liveness = link.member, self._peers.liveness_of(link.member)
         while not self._runtime.closing and link.dead is None:
             try:

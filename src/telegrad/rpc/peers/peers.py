@@ -169,7 +169,7 @@ class Peers:
     def link(self, member: Member) -> Link:
         """The link to this incarnation of a worker."""
         link = self._links.get(member.worker_id)
-        if link is not None and link.member.incarnation == member.incarnation:
+        if link is not None and (link.member is member or link.member.incarnation == member.incarnation):
             return link
         if self._runtime.closing:
             raise NotInitialized(

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from telegrad import trace
@@ -19,9 +20,10 @@ from telegrad.rpc.server.cancellation import Cancellations
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.yield_turn import Turn, local
 from telegrad.rpc.workers import Member
-from telegrad.transport.connection import Connection
-from telegrad.wire.frames import NOTICE, Frame
+from telegrad.transport.connection import SMALL_PAYLOAD, Connection
+from telegrad.wire.frames import NOTICE, Frame, encode_whole
 from telegrad.wire.messages import AnyMessage
+from telegrad.wire.tensor.specs import TensorSpec
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -56,11 +58,10 @@ class Answers:
         return len(self.requests.running)
 
     def under_way(self) -> list[str]:
-        """What is being served, in words; those who wait at a barrier are not served but waited for."""
+        """What is being served or answered, in words; those who wait at a barrier are not served but waited for."""
         name = self.member.name
         is_work = self._layers.is_work
-        served = [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if is_work(kind)]
-        return served + [f"an answer to worker {name!r}"] * len(self.requests.answering)
+        return [f"a {kind.__name__} of worker {name!r}" for kind, _ in self.served() if is_work(kind)]
 
     @property
     def placement(self) -> Placement:
@@ -71,23 +72,41 @@ class Answers:
         """The messages of the requests being served, and since when."""
         return list(self.requests.running.values())
 
-    def reply(self, kind: int, request_id: int, *content: Any, lazy: bool = False) -> None:
-        """Answer a request: its message, and what goes with it.
-
-        A lazy answer, one that nobody is waiting for, goes with the next one."""
+    def reply(
+        self,
+        kind: int,
+        request_id: int,
+        message: AnyMessage,
+        payload: bytes = b"",
+        tensors: Sequence[TensorSpec] = (),
+        memory: Any = b"",
+        *,
+        lazy: bool = False,
+    ) -> None:
+        """Answer a request: a message, and what goes with it. A lazy answer, one that nobody is waiting for, goes with
+        the next one."""
         requests = self.requests
-        reply = (kind, request_id, *content)
-        requests.answer(request_id, reply)
+        reply: Any  # a `Reply`
+        is_small = type(memory) is bytes and len(payload) < SMALL_PAYLOAD
+        if is_small:
+            reply = encode_whole(kind, request_id, 0, message, payload, tensors, memory)
+        else:
+            reply = (kind, request_id, message, payload, tensors, memory)
+        requests.replies[request_id] = reply
         if trace.recorder is not None:
-            trace.recorder.replied(self, request_id, kind, content)
-        if self.paused:
-            self._resume()
+            trace.recorder.replied(self, request_id, kind, (message, payload, tensors, memory))
+        connection = self.connection
         try:
-            encoded = self._send(reply, lazy)
-            if encoded is not None:  # a larger one is acknowledged by the caller at once
-                requests.shorten(request_id, encoded)
+            if is_small and connection is not None and not (lazy or self._inbox or self.plain):
+                connection.send_encoded(reply)
+            else:
+                self._send(reply, lazy)
+        except (OSError, ValueError):
+            log.debug("a reply to %s waits for its next connection", self.member.name)
         finally:
-            requests.answering.pop(request_id, None)
+            requests.running.pop(request_id, None)
+            if self.paused:
+                self._resume()
             if self.cancellations is not None:
                 self.cancellations.forget(request_id)
 
@@ -98,23 +117,29 @@ class Answers:
                 self.cancellations = Cancellations()
             return self.cancellations
 
-    def _send(self, frame: Reply, lazy: bool = False) -> bytes | None:
-        """Send what `Connection.send` takes, less the ack: kind, request id, message, and what goes with it."""
+    def _send(self, reply: Reply, lazy: bool = False) -> None:
+        """Send a frame, or what `Connection.send` takes of a large one, less the ack."""
         connection = self.connection
         if connection is None:
-            return None
-        hold = lazy
+            return
         if self._inbox and (turn := local.turn) is not None and turn is self._turn:
-            hold = self._holds = True
+            lazy = self._holds = True  # it leaves with the replies of the requests behind it
         elif lazy:
             self._runtime.delayed_flush.within(LAZY, connection)
         deadline = time.monotonic() + self.options.limits.patience if self.plain else None
-        kind, request_id, *content = frame
-        try:
-            return connection.send(kind, request_id, 0, *content, deadline=deadline, hold=hold)
-        except (OSError, ValueError):
-            log.debug("a reply to %s waits for its next connection", self.member.name)
-            return None
+        if type(reply) is bytes:
+            connection.send_encoded(reply, deadline, lazy)
+        else:
+            self._send_pieces(connection, deadline, lazy, *reply)
+
+    def _send_pieces(
+        self, connection: Connection, deadline: float | None, hold: bool, kind: int, request_id: int, *content: Any
+    ) -> None:
+        """What has large parts. If it turns out to be one frame, that is kept instead, so that no tensor outlives it; a
+        larger one is acknowledged by the caller at once."""
+        frame = connection.send(kind, request_id, 0, *content, deadline=deadline, hold=hold)
+        if frame is not None and request_id in self.requests.replies:
+            self.requests.replies[request_id] = frame
 
     def _flush(self, connection: Connection) -> None:
         """Write the replies that waited for others; lazy ones have their own time."""
@@ -122,16 +147,10 @@ class Answers:
         connection.flush()
 
     def _send_again(self, reply: Reply) -> None:
-        connection = self.connection
-        if connection is None:
-            return
-        if len(reply) > 1:
-            if order.active:
-                order.synchronize()  # this thread's streams are not those the result was made on
-            self._send(reply)
-            return
+        if order.active and type(reply) is not bytes:
+            order.synchronize()  # this thread's streams are not those the result was made on
         try:
-            connection.send_encoded(reply[0])
+            self._send(reply)
         except (OSError, ValueError):
             log.debug("a reply to %s waits for its next connection", self.member.name)
 

@@ -4,8 +4,8 @@ A request is running, then answered, then acknowledged: the caller has the reply
 reply is kept. What was acknowledged in order is one number; what was acknowledged by name, because an older request
 still runs, is a few ranges. Notices have no reply and nobody acknowledges them, so the latest are remembered.
 
-Several threads serve one caller. Each step of a request changes the tables in the order in which `take` reads them: one
-that is in neither has never been run, or is acknowledged.
+Several threads serve one caller. A request is running until its reply was kept and sent. So one that is not running has
+its reply here, or never ran, or is acknowledged: `take` looks in that order.
 """
 
 import threading
@@ -19,7 +19,7 @@ from telegrad.rpc.server.ranges import Ranges
 MOST_KEPT = 16384  # replies of one caller that it has not acknowledged
 _REMEMBERED_NOTICES = 1024  # well above what a link sends again over a new connection (`KEPT_NOTICES` there)
 
-Reply = tuple[Any, ...]  # what goes back to the caller, as pieces or as encoded bytes
+Reply = bytes | tuple[Any, ...]  # what goes back to the caller: a frame, or the pieces of a large one
 NEW: Reply = ()
 
 
@@ -28,8 +28,8 @@ class AtMostOnce:
 
     def __init__(self) -> None:
         self.running: dict[int, tuple[type, float]] = {}  # what is being served and since when, by request id
-        self.answering: dict[int, None] = {}  # no longer running, not yet sent: a worker that leaves waits for these
-        self.replies: dict[int, Reply] = {}  # answered, but not yet known to have arrived
+        # Answered, but not yet known to have arrived. Kept before it is sent: the acknowledgement may come first.
+        self.replies: dict[int, Reply] = {}
         self.acknowledged = 0  # every reply below has arrived
         self._forgotten = Ranges()  # answered, and acknowledged by name though an older request still runs
         self._has_forgotten = False  # whether there are any
@@ -50,7 +50,7 @@ class AtMostOnce:
         replies = self.replies
         with self._lock:  # the same request may come twice, from two connections, to two threads
             if request_id in self.running:
-                return None
+                return replies.get(request_id)  # about to be sent, perhaps over a connection that is lost
             if replies:
                 reply = replies.get(request_id)
                 if reply is not None:
@@ -62,24 +62,15 @@ class AtMostOnce:
             self.running[request_id] = (kind, time.monotonic())
             return NEW
 
-    def answer(self, request_id: int, reply: Reply) -> None:
-        """A request has been run. Remembered before the reply is sent: the acknowledgement may come first."""
-        self.replies[request_id] = reply
-        self.answering[request_id] = None
-        self.running.pop(request_id, None)
-
-    def shorten(self, request_id: int, encoded: bytes) -> None:
-        """Keep a reply that went over the socket in one piece as bytes, so that no tensor outlives it."""
-        if request_id in self.replies:
-            self.replies[request_id] = (encoded,)
-
     def acknowledge(self, limit: int) -> None:
         """All replies below `limit` have arrived."""
         self.acknowledged = limit
         replies = self.replies
-        for request_id in tuple(replies):  # a copy: other threads reply meanwhile
-            if request_id < limit:
-                replies.pop(request_id, None)
+        replies.pop(limit - 1, None)  # where one request follows the other, there is no more
+        if replies:
+            for request_id in tuple(replies):  # a copy: other threads reply meanwhile
+                if request_id < limit:
+                    replies.pop(request_id, None)
         if self._has_forgotten:
             with self._lock:
                 self._forgotten.drop_below(limit)

@@ -3,7 +3,6 @@
 One that returns a coroutine, or is marked to return a Future, is answered when that is done; no thread waits for it.
 """
 
-import contextlib
 import contextvars
 import functools
 import threading
@@ -18,10 +17,10 @@ from telegrad.rpc.layer import Layer, Layers, Served
 from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.request import Request
 from telegrad.rpc.server.event_loop import EventLoop, Failure, Result
-from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_flat
+from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_call
 from telegrad.wire.messages import Ack, CancelCall, PythonCall, PythonRemoteCall, PythonReply
 
-_NO_SCOPE = contextlib.nullcontext()
+_RETURNED = PythonReply()
 ASYNC_MARK = "_wrapped_async_rpc_function"  # what torch's own decorator leaves on a function, too
 
 
@@ -39,9 +38,7 @@ class CallService(Layer):
         return {PythonCall: Served(self._serve), CancelCall: Served(_serve_cancel, counts_as_work=False)}
 
     def _serve(self, request: Request) -> None:
-        message = request.message
-        assert type(message) is PythonCall
-        result = self.run(request, message)
+        result = self.run(request, request.message)  # type: ignore[arg-type] # it serves a PythonCall
         if type(result) is Later:
             result.give_to(functools.partial(self._reply_with, request), request.fail, request)
             return
@@ -49,13 +46,13 @@ class CallService(Layer):
         if packed is None:
             packed = pack_counted(self._layers, request.caller, result, request.session.main_by_value)
         del result  # so that memory that nobody else holds can go back without a copy
-        request.reply(PythonReply(), packed)
+        request.reply(_RETURNED, packed)
 
     def _reply_with(self, request: Request, result: Any) -> None:
         packed = pack_flat(result)
         if packed is None:
             packed = pack_counted(self._layers, request.caller, result, request.session.main_by_value)
-        request.reply(PythonReply(), packed)
+        request.reply(_RETURNED, packed)
 
     def run(self, request: Request, call: PythonCall | PythonRemoteCall) -> Any:
         """Run the call of a request; its result, which nothing here holds any longer, or a `Later`."""
@@ -79,7 +76,7 @@ class CallService(Layer):
             except BaseException:
                 discard(self._layers, request.caller, frame.payload, tensors)
                 raise
-        value = unpack_flat(frame.payload, tensors)
+        value = unpack_call(frame.payload, tensors)
         if value is NOT_FLAT:
             value = unpack_from(self._layers, request.caller, frame.payload, tensors)
         if number:
@@ -92,11 +89,16 @@ class CallService(Layer):
         cancellations = request.session.cancellations
         if cancellations is not None:
             cancellations.check(frame.request_id)
-        with request.scope() if request.scope is not None else _NO_SCOPE:
-            result = func(*args, **kwargs)
-            if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
-                return Later(self, func, result)
-            return result
+        if request.scope is None:
+            return self._returned(func, func(*args, **kwargs))
+        with request.scope():
+            return self._returned(func, func(*args, **kwargs))
+
+    def _returned(self, func: Any, result: Any) -> Any:
+        """What a function returned; a `Later`, made in the scope in which it ran, if the result is not there yet."""
+        if isinstance(result, CoroutineType) or hasattr(func, ASYNC_MARK):
+            return Later(self, func, result)
+        return result
 
     def event_loop(self) -> EventLoop:
         """The loop for coroutines, started when the first comes."""
@@ -154,6 +156,9 @@ def _serve_cancel(request: Request) -> None:
     """The handler of `CancelCall`."""
     message = request.message
     assert type(message) is CancelCall
-    if message.request_id in request.session.requests.running:  # else it has been answered
-        request.session.cancelling().ask(message.request_id)
+    session, request_id = request.session, message.request_id
+    if request_id in session.requests.running:  # else it has been answered
+        session.cancelling().ask(request_id)
+        if request_id not in session.requests.running:  # answered this very moment
+            session.cancelling().forget(request_id)
     request.reply(Ack())  # a notice has none, but whoever sends it as a request is not left waiting

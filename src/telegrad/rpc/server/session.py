@@ -24,12 +24,15 @@ from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import NOTICE, REQUEST, Frame
+from telegrad.wire.frames import NOTICE, REQUEST, Frame, encode_whole
 from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Exhausted, Goodbye, Ping
 
 log = logging.getLogger("telegrad.rpc")
 
 _MOST_DEFERRED = 16
+_CALLS = WITH_A_CALL | DEFINING
+_OF_SESSIONS = frozenset({Ping, Goodbye, Ack})
+_HERE = encode_whole(NOTICE, 0, 0, Ping())
 
 
 class SessionEvents(Protocol):
@@ -63,6 +66,7 @@ class Session(Answers):
         self._io_threads = runtime.io_threads
         self._events = events
         self._served = runtime.layers.served
+        self._before = runtime.layers.before_serving
         self.ticket = ticket  # whoever goes on with this session over another connection must show it
         self.number = number  # of the link, at the caller
         self.main_by_value = main_by_value
@@ -112,11 +116,8 @@ class Session(Answers):
                 # So much that no more is read: the socket fills, and the caller waits as for a slower worker.
                 if len(running) >= MOST_RUNNING:
                     self.paused = True
-                if self.paused:
                     break
-                frame = inbox.popleft()
-                turn.count += 1
-                turn.frame = frame
+                turn.frame = frame = inbox.popleft()
                 try:
                     self.take(frame)
                 except ProtocolError as error:
@@ -137,7 +138,7 @@ class Session(Answers):
                     if self._deferred:
                         self.serve_deferred()
                 # Looked at before it is read: usually nothing is there yet, and reading would raise that.
-                if not self._spinner.wait(connection.stream.readable, self._io_threads, 1):
+                if not self._spinner.wait(connection.stream.readable, self._io_threads):
                     turn.give_up()
                     return
                 frames = connection.receive()
@@ -155,10 +156,10 @@ class Session(Answers):
 
     def serve_deferred(self) -> None:
         """Serve the notices that waited until no request does."""
-        while True:
+        while self._deferred:
             try:
                 frame = self._deferred.popleft()
-            except IndexError:
+            except IndexError:  # another thread was first
                 return
             self.serve(Request(self, frame))
 
@@ -170,9 +171,8 @@ class Session(Answers):
         message = request.message
         served = self._served.get(type(message))
         try:
-            before = self._layers.before_serving
-            if before is not None and message is request.frame.message:  # once: a layer unwraps and serves on
-                before(request)
+            if self._before is not None and message is request.frame.message:  # once: a layer unwraps and serves on
+                self._before(request)
             if served is None:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(message).__name__}")
             handler, _, counts_as_work = served
@@ -184,6 +184,13 @@ class Session(Answers):
             handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
             request.fail(error)
+
+    def serve_inner(self, request: Request) -> None:
+        """Serve the message that a layer found within the one it was given: what it raises is for that layer's call."""
+        served = self._served.get(type(request.message))
+        if served is None:
+            raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
+        served.handler(request)
 
     def give_up(self, turn: "SessionTurn") -> None:
         """Let another thread serve: at once if requests are waiting here, else when one comes."""
@@ -223,8 +230,9 @@ class Session(Answers):
         turn = self._turn
         if turn is None:
             return False
-        stuck = turn.frame is not None and turn.seen == turn.count
-        turn.seen = turn.count
+        frame = turn.frame
+        stuck = frame is not None and turn.seen is frame
+        turn.seen = frame
         if stuck:
             turn.give_up()
         return True
@@ -247,26 +255,24 @@ class Session(Answers):
         if frame.kind == NOTICE:
             self._take_notice(frame, message)
             return
-        # A function is defined before anything else, in the order of arrival: the next call may have its number alone
-        # and run first, in another thread, and this one may be refused.
-        call: Any = message
-        while type(call) in WITH_A_CALL:
-            call = call.call
-        if type(call) in DEFINING and call.definition:
-            self.functions.note(call)
-        reply = requests.take(frame.request_id, type(message))
+        kind = type(message)
+        if kind in _CALLS:
+            # A function is defined before anything else, in the order of arrival: the next call may have its number
+            # alone and run first, in another thread, and this one may be refused.
+            call: Any = message
+            while type(call) in WITH_A_CALL:
+                call = call.call
+            if type(call) in DEFINING and call.definition:
+                self.functions.note(call)
+        reply = requests.take(frame.request_id, kind)
         if reply is NEW:
             self.serve(Request(self, frame))
         elif reply is not None:
             self._send_again(reply)
 
     def _take_notice(self, frame: Frame, message: AnyMessage) -> None:
-        if type(message) is Ping:
-            self._send((NOTICE, 0, Ping()))
-        elif type(message) is Goodbye:
-            self._events.caller_said_goodbye(self.member, message.ending)
-        elif type(message) is Ack:  # it has said most by its header
-            self.requests.acknowledge_named(_numbers(frame.payload))
+        if type(message) in _OF_SESSIONS:
+            self._take_word(frame, message)
         elif self.requests.is_news(frame.request_id):
             # Such a notice came with the next request, which should not wait for it.
             served = self._served.get(type(message))
@@ -274,6 +280,15 @@ class Session(Answers):
                 self._deferred.append(frame)
             else:
                 self.serve(Request(self, frame))
+
+    def _take_word(self, frame: Frame, message: AnyMessage) -> None:
+        """What a caller says about the session itself."""
+        if type(message) is Ping:
+            self._send_again(_HERE)
+        elif type(message) is Goodbye:
+            self._events.caller_said_goodbye(self.member, message.ending)
+        else:  # an Ack: it has said most by its header
+            self.requests.acknowledge_named(_numbers(frame.payload))
 
     # --- the end ---
 
@@ -314,13 +329,12 @@ class Session(Answers):
 class SessionTurn:
     """The right of one thread to serve one session."""
 
-    __slots__ = ("count", "frame", "seen", "session")
+    __slots__ = ("frame", "seen", "session")
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.frame: Frame | None = None  # the one that is being taken
-        self.count = 0
-        self.seen = -1  # the count at the timer's last look
+        self.seen: Frame | None = None  # the one at the timer's last look
 
     def give_up(self) -> None:
         """Let another thread serve the session."""

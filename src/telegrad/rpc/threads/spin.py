@@ -12,9 +12,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from telegrad.cuda import order
+from telegrad.rpc.threads.yield_turn import local
 
 LIMIT = 400e-6  # longer waits are slept through: the cost of waking is then a small part
-_LIMIT_WITH_GPU = 1500e-6  # calls of CUDA take a few times as long as those of the host, and longer after a sleep
+_LIMIT_WITH_GPU = (
+    4e-3  # steps with CUDA tensors take a few times as long as those of the host, and longer after a sleep
+)
 _MARGIN = 20e-6
 _PROBE_EVERY = 32
 _ANOTHER_RAN = 200e-6  # a look that takes so long has let another process run: there are more of them than cores
@@ -37,8 +40,8 @@ class Spinner:
         self._skipped = 0
         self._resting = 0
 
-    def wait(self, ready: Callable[[float], bool], io_threads: Working, most: int) -> bool:
-        """True if `ready(0)` became true while looking; False at once if more than `most` I/O threads have work."""
+    def wait(self, ready: Callable[[float], bool], io_threads: Working) -> bool:
+        """True if `ready(0)` became true while looking; False at once if I/O threads other than this one have work."""
         if ready(0):
             return True
         if self._resting:
@@ -56,6 +59,7 @@ class Spinner:
         now = start
         end = start + min(limit, 2 * expected + _MARGIN)
         pause = os.sched_yield
+        most = 0 if local.turn is None else 1  # this thread may be one of the I/O threads
         while now < end:
             if io_threads.working > most:
                 return False

@@ -119,6 +119,8 @@ class Guard:
         peer = self._peer(caller)
         self._check_amounts(peer, request)
         if type(message) is RpcWithAutograd:
+            if worker_of(message.metadata.message_id) != caller.worker_id:
+                raise CallRefused("rule 'own contexts': a call names a message that another worker sent")
             self._check_call(peer, request, message.call)
             self._check_context(peer, message.metadata.context_id, _written_out(request.frame.tensors))
         elif type(message) in (PythonCall, PythonRemoteCall, RRefFetch):
@@ -265,14 +267,14 @@ def install_guard(agent: "Agent") -> None:
 
 
 def _held_bytes(session: Any) -> int:
-    """Bytes of the replies that are kept for a caller: encoded, or payload and memory of the tensors."""
+    """Bytes of the replies that are kept for a caller: frames, or payload and memory of the tensors."""
     held = 0
     for reply in list(session.requests.replies.values()):
-        if len(reply) > 1:
+        if type(reply) is bytes:
+            held += len(reply)
+        else:
             _, _, _, payload, _, memory = reply
             held += len(payload) + (len(memory) if isinstance(memory, bytes) else sum(s.nbytes for s in memory))
-        else:
-            held += len(reply[0])
     return held
 
 

@@ -132,7 +132,7 @@ class UserLedger:
             if fork_id in self._children:  # a dead child's, now the owner's to settle
                 return self._release(fork_id)
             return (SendDelete(owner, rref_id, fork_id),)
-        if used.confirmed:
+        if used.confirmed or used.owner != owner:
             return ()
         used.confirmed = True
         parent = maker_of(fork_id)

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 
 from telegrad.cuda.copy_kernel import give_back_counter, take_counter
-from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import CudaError, runtime
 from telegrad.transport.device.flags import Flag
+from telegrad.transport.device.regions import exported
 
 log = logging.getLogger("telegrad.transport")
 
@@ -41,7 +41,7 @@ class NoRoom(Exception):
 
 
 class Budget:
-    """How much memory of each GPU the blocks of this process may take."""
+    """How much memory of each GPU the blocks and grants of this process may take."""
 
     def __init__(self) -> None:
         self.share = 0.1
@@ -51,25 +51,36 @@ class Budget:
 
     def allocate(self, device: int, nbytes: int) -> int:
         """Memory within the budget; NoRoom beyond it, or where the GPU has none left."""
-        with torch.cuda.device(device):
-            with self._lock:
-                if device not in self._totals:
-                    self._totals[device] = runtime().total_memory()
-                taken, limit = self._taken.get(device, 0), int(self._totals[device] * self.share)
-                if taken + nbytes > limit:
-                    raise NoRoom(f"blocks have {taken} bytes of cuda:{device}, and may have {limit}")
-                self._taken[device] = taken + nbytes
-            try:
+        if not self.reserve(device, nbytes):
+            limit = int(self._totals[device] * self.share)
+            raise NoRoom(f"blocks have {self.taken(device)} bytes of cuda:{device}, and may have {limit}")
+        try:
+            with torch.cuda.device(device):
                 return runtime().allocate(nbytes)
-            except CudaError as error:
-                with self._lock:
-                    self._taken[device] -= nbytes
-                raise NoRoom(str(error)) from error
+        except CudaError as error:
+            self.release(device, nbytes)
+            raise NoRoom(str(error)) from error
+
+    def reserve(self, device: int, nbytes: int) -> bool:
+        """Count memory that is allocated elsewhere as taken; False if it would be too much."""
+        with self._lock:
+            if device not in self._totals:
+                with torch.cuda.device(device):
+                    self._totals[device] = runtime().total_memory()
+            taken = self._taken.get(device, 0)
+            if taken + nbytes > int(self._totals[device] * self.share):
+                return False
+            self._taken[device] = taken + nbytes
+            return True
+
+    def release(self, device: int, nbytes: int) -> None:
+        """The same memory is nobody's business here any more."""
+        with self._lock:
+            self._taken[device] -= nbytes
 
     def free(self, device: int, address: int, nbytes: int) -> None:
         """Give memory back."""
-        with self._lock:
-            self._taken[device] -= nbytes
+        self.release(device, nbytes)
         try:
             with torch.cuda.device(device):
                 runtime().free(address)
@@ -82,9 +93,6 @@ class Budget:
 
 
 budget = Budget()
-
-# What this process has exported itself, by handle: it cannot be opened where it comes from (a worker may call itself).
-exported: dict[bytes, int] = {}
 
 
 class Slab:
@@ -111,7 +119,19 @@ class Slab:
 class DeviceBlock:
     """A part of a slab that one message at a time travels in."""
 
-    __slots__ = ("address", "announced", "counter", "flag", "number", "offset", "size", "slab", "used_at", "uses")
+    __slots__ = (
+        "address",
+        "announced",
+        "counter",
+        "flag",
+        "kept",
+        "number",
+        "offset",
+        "size",
+        "slab",
+        "used_at",
+        "uses",
+    )
 
     def __init__(self, slab: Slab, number: int, flag: Flag, offset: int, size: int) -> None:
         self.slab = slab
@@ -124,6 +144,7 @@ class DeviceBlock:
         self.uses = 0
         self.used_at = 0.0  # when it was lent last, on the monotonic clock
         self.announced = False
+        self.kept: tuple[object, ...] = ()  # tensors that the peer reads where they lie, until it has
 
     @property
     def name(self) -> int:
@@ -140,8 +161,3 @@ class Announcement(NamedTuple):
     offset: int
     memory: bytes
     flag: Flag
-
-
-def gpu_id(device: int) -> str:
-    """What names a GPU on this host, whatever number it has in which process."""
-    return visible_gpus()[device]

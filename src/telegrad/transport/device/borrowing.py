@@ -17,32 +17,19 @@ from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks.mapping import MAX_BLOCK
-from telegrad.transport.device.blocks import FIRST_NUMBER, USE_BITS, USES, Announcement, exported
-from telegrad.transport.device.flags import Promise, keep_promises
+from telegrad.transport.device.blocks import FIRST_NUMBER, USE_BITS, USES, Announcement
+from telegrad.transport.device.flags import Patience, Promise, keep_promises
+from telegrad.transport.device.in_place import fence
 from telegrad.transport.device.leftovers import close_later
+from telegrad.transport.device.regions import MOST_NUMBERS, PLACE_BITS, PLACES, Opened, open_memory
+from telegrad.wire.tensor.on_device import Form
 
 log = logging.getLogger("telegrad.transport")
 
+_MOST_REGIONS = 4096
 
-class _Opened:
-    """Memory of a peer that is mapped here, for as long as blocks lie in it."""
-
-    __slots__ = ("address", "device", "own", "users")
-
-    def __init__(self, address: int, device: int, own: bool) -> None:
-        self.address = address
-        self.device = device
-        self.own = own  # exported by this very process: nothing to close
-        self.users = 0
-
-    def drop(self) -> None:
-        self.users -= 1
-        if not self.users and not self.own:
-            try:
-                with torch.cuda.device(self.device):
-                    runtime().close_memory(self.address)
-            except CudaError as error:
-                log.debug("memory of a peer could not be closed: %s", error)
+# The blocks of all loans there are: were they collected together with a loan, its end would find their flags unmapped.
+_used: dict[int, BorrowedBlock | str] = {}
 
 
 class BorrowedBlock:
@@ -50,7 +37,7 @@ class BorrowedBlock:
 
     __slots__ = ("address", "counter", "device", "flag", "number", "opened", "size", "uses")
 
-    def __init__(self, announced: Announcement, device: int, opened: _Opened) -> None:
+    def __init__(self, announced: Announcement, device: int, opened: Opened) -> None:
         self.number = announced.number
         self.address = opened.address + announced.offset
         self.size = announced.size
@@ -73,9 +60,12 @@ class BorrowedBlock:
 class DeviceBorrower:
     """The receiver's view of one peer's blocks: opens each once, and notes when it has been copied out."""
 
-    def __init__(self) -> None:
+    def __init__(self, expect: Callable[[int, Sequence[Form]], None]) -> None:
+        """`expect` is told of which forms tensors came, on which device."""
+        self.expect = expect
+        self.patience = Patience()
         self._blocks: dict[int, BorrowedBlock | str] = {}  # a text: why it could not be opened
-        self._opened: dict[bytes, _Opened] = {}
+        self._regions: dict[int, Opened | str] = {}  # memory of its allocator, by the number it has there
         self._in_use: set[int] = set()
         self.closed: deque[int] = deque()  # of those that the peer had retired, to be told to it
 
@@ -101,14 +91,45 @@ class DeviceBorrower:
         return why
 
     def _map(self, device: int, announced: Announcement) -> BorrowedBlock:
-        opened = self._opened.get(announced.memory)
-        with torch.cuda.device(device):
-            if opened is None:
-                own = exported.get(announced.memory)
-                address = own if own is not None else runtime().open_memory(announced.memory)
-                opened = self._opened[announced.memory] = _Opened(address, device, own is not None)
-        opened.users += 1
+        opened = open_memory(announced.memory, device)
+        if announced.offset + announced.size > opened.size:
+            opened.drop()
+            raise ProtocolError(f"the peer announced a block that ends beyond its {opened.size} bytes")
         return BorrowedBlock(announced, device, opened)
+
+    def open_region(self, number: int, gpu: str, memory: bytes) -> str:
+        """Open memory of the peer's allocator; why not, if it cannot be."""
+        if not 0 < number < MOST_NUMBERS or number in self._regions or len(self._regions) >= _MOST_REGIONS:
+            raise ProtocolError(f"the peer announced region {number} of device memory, which is no new one")
+        if len(memory) != HANDLE_BYTES:
+            raise ProtocolError("the peer announced a region of device memory without its handle")
+        gpus = visible_gpus()
+        if gpu not in gpus:
+            why = f"this worker does not see the GPU {gpu}"
+        else:
+            try:
+                self._regions[number] = open_memory(memory, gpus.index(gpu))
+                return ""
+            except CudaError as error:
+                why = str(error)
+        self._regions[number] = why
+        return why
+
+    def region(self, number: int) -> Opened:
+        """Opened memory of the peer's allocator."""
+        found = self._regions.get(number)
+        if found is None:
+            raise ProtocolError(f"the peer named region {number} of device memory without announcing it")
+        if isinstance(found, str):
+            raise SerializationError(f"a tensor lies in device memory that cannot be opened: {found}")
+        return found
+
+    def retire_regions(self, numbers: Iterable[int]) -> None:
+        """The peer will not name these again: close them."""
+        for number in numbers:
+            found = self._regions.pop(number, None)
+            if isinstance(found, Opened):
+                found.drop()
 
     def borrow(self, name: int) -> Loan:
         """The memory of a block that came with a message, by what the message calls it."""
@@ -148,8 +169,6 @@ class DeviceBorrower:
     def _close(self, block: BorrowedBlock) -> None:
         block.opened.drop()
         give_back_counter(block.device, block.counter)
-        if not block.opened.users:
-            self._opened = {handle: opened for handle, opened in self._opened.items() if opened.users}
 
     def close(self, peer_is_gone: Callable[[], bool]) -> None:
         """The connection has ended: close what was opened once nothing reads it any more."""
@@ -158,6 +177,8 @@ class DeviceBorrower:
         if blocks:
             keep_promises([block.promise() for block in blocks], peer_is_gone)
             close_later(functools.partial(self._close_if_read, blocks))
+        else:
+            self.retire_regions(list(self._regions))
 
     def _close_if_read(self, blocks: list[BorrowedBlock]) -> bool:
         """Close these unless something is still to be read from one."""
@@ -165,13 +186,14 @@ class DeviceBorrower:
             return False
         for block in blocks:
             self._close(block)
+        self.retire_regions(list(self._regions))
         return True
 
 
 class Loan:
     """A block that came with a message, until its tensors have been copied out of it or are not wanted any more."""
 
-    __slots__ = ("_block", "_borrower", "_last", "_number", "_reads", "_told")
+    __slots__ = ("_block", "_borrower", "_in_place", "_last", "_number", "_reads", "_told")
 
     def __init__(self, borrower: DeviceBorrower, number: int, block: BorrowedBlock | str) -> None:
         self._borrower = borrower
@@ -180,12 +202,34 @@ class Loan:
         self._last = 0  # the stream that read last
         self._reads = False
         self._told = False  # the owner of the block has been told that it was read
+        self._in_place = False  # it lies in the sender's own tensors, not in the block
+        _used[id(self)] = block
 
     def __len__(self) -> int:
-        return self._block.size if isinstance(self._block, BorrowedBlock) else MAX_BLOCK
+        return MOST_NUMBERS * PLACES
 
     def __getitem__(self, part: slice) -> DeviceSegment:
-        return DeviceSegment(self, part.start, part.stop - part.start)
+        """A part of the block, or of the region whose number is above the offset."""
+        block, start, nbytes = self._block, part.start, part.stop - part.start
+        if isinstance(block, str):
+            return DeviceSegment(self, start, nbytes)
+        size = block.size
+        if start >= PLACES:
+            region = self._borrower.region(start >> PLACE_BITS)
+            if region.device != block.device:
+                raise ProtocolError("the peer names memory of two GPUs in one block")
+            start, size = start % PLACES, region.size
+            if start + nbytes <= size:
+                self._in_place = True
+                return DeviceSegment(self, region.address + start - block.address, nbytes)
+        if start + nbytes > size:
+            raise ProtocolError(f"a segment of {nbytes} bytes at {start} exceeds its {size} bytes of device memory")
+        return DeviceSegment(self, start, nbytes)
+
+    def expect(self, forms: Sequence[Form], device: torch.device) -> None:
+        """Have memory ready for the next tensors of these forms, unless they are read where they lie."""
+        if not self._in_place:
+            self._borrower.expect(device.index, forms)
 
     def copy_all(self, segments: Sequence[DeviceSegment], targets: Sequence[int], device: torch.device) -> None:
         """Enqueue copies of all that is wanted of it, after the sender's work; nothing else will be read."""
@@ -195,11 +239,23 @@ class Loan:
                 self.copy(segment.offset, segment.nbytes, target, device)
             return
         stream = order.current_stream(block.device)
-        if not block.flag.written.will_soon_reach(block.uses):
+        if self._in_place:
+            self._begin_in_place(block)
+        elif not self._borrower.patience.sees(block.flag.written, block.uses):
             runtime().wait_value(stream, block.flag.written.on_device, block.uses)
         pieces = [Piece(block.address + s.offset, at, s.nbytes) for s, at in zip(segments, targets, strict=True)]
         copy_and_tell(block.device, stream, pieces, block.flag.read.on_device, block.uses, block.counter)
         self._told = True
+        if self._in_place:
+            order.reading(block.flag.read, block.uses)
+
+    def _begin_in_place(self, block: BorrowedBlock) -> None:
+        """Say that this is being read from now on; SerializationError if it may not be any more."""
+        block.flag.let_go.set(block.uses)
+        with fence:
+            pass
+        if block.flag.given_up.has_reached(block.uses):
+            raise SerializationError("the tensors of a call cannot be read any more: its caller has given it up")
 
     def _opened(self) -> BorrowedBlock:
         block = self._block
@@ -216,7 +272,9 @@ class Loan:
                 torch.cuda.ExternalStream(stream, block.device).wait_stream(  # type: ignore[no-untyped-call] # torch's
                     torch.cuda.ExternalStream(self._last, block.device)  # type: ignore[no-untyped-call] # of torch's
                 )
-            if not block.flag.written.will_soon_reach(block.uses):
+            if self._in_place:
+                self._begin_in_place(block)
+            elif not block.flag.written.will_soon_reach(block.uses):
                 runtime().wait_value(stream, block.flag.written.on_device, block.uses)
             self._last, self._reads = stream, True
         if device.type == "cuda" and device.index == block.device:
@@ -229,22 +287,29 @@ class Loan:
         else:
             runtime().copy(target, block.address + offset, nbytes, stream)
             runtime().synchronize(stream)
+        if self._in_place:  # no common message: read before anything else comes of it (see `order.reading`)
+            runtime().synchronize(stream)
 
     def __del__(self) -> None:
         block = self._block
-        if isinstance(block, BorrowedBlock) and not self._told:
+        if isinstance(block, BorrowedBlock) and self._in_place and not self._reads:
+            if not self._told:
+                block.flag.read.set(block.uses)  # nobody reads it
+        elif isinstance(block, BorrowedBlock) and not self._told:
             try:  # if nobody has read it, on the default stream: it was read as far as its owner is concerned
                 runtime().write_value(self._last, block.flag.read.on_device, block.uses)
             except CudaError as error:
                 log.debug("the end of a loan could not be told: %s", error)
                 block.flag.read.set(block.uses)
         self._borrower.let_go(self._number, block)
+        _used.pop(id(self), None)
 
 
 class DeviceSegment:
     """One run of tensor bytes in a borrowed block."""
 
     __slots__ = ("loan", "nbytes", "offset")
+    granted = False  # not written to memory of this process
 
     def __init__(self, loan: Loan, offset: int, nbytes: int) -> None:
         self.loan = loan
@@ -260,4 +325,10 @@ class DeviceSegment:
         storage = torch.empty(self.nbytes, dtype=torch.uint8, device=device).untyped_storage()
         if self.nbytes:
             self.copy_to(storage.data_ptr(), device)
+            if device.type == "cuda":
+                self.expect([Form(torch.uint8, (self.nbytes,), ())], device)
         return storage
+
+    def expect(self, forms: Sequence[Form], device: torch.device) -> None:
+        """Tensors of these forms came in its message: memory is kept ready for the next ones."""
+        self.loan.expect(forms, device)

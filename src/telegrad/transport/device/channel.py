@@ -1,5 +1,10 @@
 """Device memory on one connection: which tensors of a message stay on the GPU, and what the peers say about it.
 
+There are three ways for them, the first that can be gone is taken:
+- The peer reads them where they lie: the caller waits for the answer, and its stream is idle (`in_place.py`).
+- This process writes them to where they stay, memory that the peer has granted for that (`landing.py`, `offers.py`).
+- Through a block: this process copies them into it, the peer copies them out (`blocks.py`).
+
 Whether the peer can open memory of a GPU is asked once, with the first block, and that message goes through the host:
 the peer may be in a container of its own, or not see that GPU. Its answer decides for all messages that follow. Where
 there is no room for a block a message goes through the host as well.
@@ -14,25 +19,47 @@ from enum import Enum, auto
 
 from telegrad.cuda import order
 from telegrad.cuda.copy_kernel import Piece, copy_and_tell
+from telegrad.cuda.gpus import gpu_id
 from telegrad.cuda.runtime import CudaError, runtime
-from telegrad.transport.device.blocks import FIRST_NAME, Announcement, DeviceBlock, NoRoom, gpu_id
+from telegrad.errors import SerializationError
+from telegrad.transport.device.blocks import FIRST_NAME, Announcement, DeviceBlock, NoRoom
 from telegrad.transport.device.borrowing import DeviceBorrower
 from telegrad.transport.device.flags import Flags, Page
+from telegrad.transport.device.in_place import InPlace
+from telegrad.transport.device.landing import FIRST_GRANT, Landing
 from telegrad.transport.device.lending import DeviceLender
+from telegrad.transport.device.offers import Offer, Offers
+from telegrad.transport.device.regions import PLACE_BITS, Region, ShownRegions, regions
 from telegrad.wire.block_notices import (
     AnnounceDeviceBlock,
+    AnnounceDeviceRegion,
     DeviceBlockOpened,
     DeviceBlocksClosed,
+    DeviceRegionRefused,
+    GrantDeviceMemory,
+    ReclaimDeviceMemory,
     RetireDeviceBlocks,
+    RetireDeviceRegions,
 )
 from telegrad.wire.frames import SegmentSpec, align
 from telegrad.wire.messages import AnyMessage
+from telegrad.wire.tensor.on_device import Form
 from telegrad.wire.tensor.segments import Segment
 from telegrad.wire.tensor.specs import TensorSpec
 
 log = logging.getLogger("telegrad.transport")
 
-DEVICE_NOTICES = (AnnounceDeviceBlock, DeviceBlockOpened, DeviceBlocksClosed, RetireDeviceBlocks)
+DEVICE_NOTICES = (
+    AnnounceDeviceBlock,
+    DeviceBlockOpened,
+    DeviceBlocksClosed,
+    RetireDeviceBlocks,
+    AnnounceDeviceRegion,
+    DeviceRegionRefused,
+    RetireDeviceRegions,
+    GrantDeviceMemory,
+    ReclaimDeviceMemory,
+)
 
 
 class _Peer(Enum):
@@ -69,46 +96,138 @@ class DeviceChannel:
         self._peer_is_gone = peer_is_gone
         self._pages: dict[int, Flags] = {}  # the peer's, by the number of the block they lie in
         self.lender = DeviceLender(lambda: Flags(lend_page()))
-        self.borrower = DeviceBorrower()
+        self.borrower = DeviceBorrower(self._expect)
+        self.landing = Landing(lambda: Flags(lend_page()))
+        self.offers = Offers()
+        self.shown = ShownRegions(tell)
         self._peer: dict[int, _Peer] = {}  # by device
+        self._regions_open = True  # whether the peer can open memory of torch's allocator, as far as is known
         self._asked: dict[int, int] = {}  # the device of a block that the peer was asked about
 
     # --- sending ---
 
-    def lend(self, specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> list[SegmentSpec | None]:
-        """Copy what can stay on the GPU into blocks. For each segment where it is now, or None: it goes another way.
+    def lend(
+        self, specs: Sequence[TensorSpec], segments: Sequence[Segment], in_place: list[InPlace] | None = None
+    ) -> list[SegmentSpec | None]:
+        """See that the peer finds what can stay on the GPU. For each segment where it is now, or None: it goes another
+        way.
 
-        The copies are on the current stream, so the sender may change its tensors as soon as this returns."""
+        Copies are on the current stream, so the sender may change its tensors as soon as this returns, but for those
+        of `in_place`: a list if the peer may read tensors where they lie until its answer has come."""
         placed: list[SegmentSpec | None] = [None] * len(segments)
-        stays = {spec.segment for spec in specs if spec.device.startswith("cuda")}
+        stays = {spec.segment: spec.device for spec in specs if spec.device.startswith("cuda")}
         by_device: dict[int, list[int]] = {}
         for index, segment in enumerate(segments):
             if segment.device >= 0 and index in stays:
                 by_device.setdefault(segment.device, []).append(index)
         for device, indices in by_device.items():
-            block = self._block(device, sum(align(segments[index].nbytes) for index in indices))
-            if block is None:
+            if not self._can_open(device):
                 continue
             stream = order.current_stream(device)
-            if block.uses > 1 and not block.flag.read.has_reached(block.uses - 1):
-                runtime().wait_value(stream, block.flag.read.on_device, block.uses - 1)
-            offset = 0
-            pieces = []
-            for index in indices:
-                segment = segments[index]
-                pieces.append(Piece(segment.address, block.address + offset, segment.nbytes))
-                placed[index] = SegmentSpec(segment.nbytes, block.name, offset)
-                offset += align(segment.nbytes)
-            copy_and_tell(device, stream, pieces, block.flag.written.on_device, block.uses, block.counter)
+            if in_place is not None and self._leave(device, stream, indices, segments, placed, in_place):
+                continue
+            offers: tuple[Offer, ...] = ()
+            if len(self.offers):
+                offers = self.offers.take(device, [(stays[index], segments[index].nbytes) for index in indices])
+            if offers:
+                self._write(device, stream, indices, segments, placed, offers)
+            else:
+                self._copy(device, stream, indices, segments, placed)
         return placed
 
-    def _block(self, device: int, nbytes: int) -> DeviceBlock | None:
-        peer = self._peer.get(device)
+    def _copy(
+        self,
+        device: int,
+        stream: int,
+        indices: Sequence[int],
+        segments: Sequence[Segment],
+        placed: list[SegmentSpec | None],
+    ) -> None:
+        """Into a block."""
+        block = self._block(device, sum(align(segments[index].nbytes) for index in indices))
+        if block is None:
+            return
+        if block.uses > 1 and not block.flag.read.has_reached(block.uses - 1):
+            runtime().wait_value(stream, block.flag.read.on_device, block.uses - 1)
+        offset = 0
+        pieces = []
+        for index in indices:
+            segment = segments[index]
+            pieces.append(Piece(segment.address, block.address + offset, segment.nbytes))
+            placed[index] = SegmentSpec(segment.nbytes, block.name, offset)
+            offset += align(segment.nbytes)
+        copy_and_tell(device, stream, pieces, block.flag.written.on_device, block.uses, block.counter)
+
+    def _write(
+        self,
+        device: int,
+        stream: int,
+        indices: Sequence[int],
+        segments: Sequence[Segment],
+        placed: list[SegmentSpec | None],
+        offers: tuple[Offer, ...],
+    ) -> None:
+        """To memory of the peer."""
+        first = offers[0]
+        pieces = []
+        for index, offer in zip(indices, offers, strict=True):
+            segment = segments[index]
+            pieces.append(Piece(segment.address, offer.address, segment.nbytes))
+            placed[index] = SegmentSpec(segment.nbytes, FIRST_GRANT + offer.place, first.place)
+        counter = self.offers.counter(first)
+        copy_and_tell(device, stream, pieces, first.flag.written.on_device, first.use, counter)
+        self.offers.written(offers)
+
+    def _leave(
+        self,
+        device: int,
+        stream: int,
+        indices: Sequence[int],
+        segments: Sequence[Segment],
+        placed: list[SegmentSpec | None],
+        in_place: list[InPlace],
+    ) -> bool:
+        """Where they lie; False if they cannot stay there."""
+        if not self._regions_open or not runtime().is_idle(stream):
+            return False
+        found: list[tuple[int, Region]] = []
+        region: Region | None = None
         try:
-            if peer is None:
+            for index in indices:
+                segment = segments[index]
+                if region is None or not region.start <= segment.address < region.start + region.size:
+                    region = regions.of(segment.address)
+                if region is None or segment.address + segment.nbytes > region.start + region.size:
+                    return False
+                found.append((index, region))
+            block = self.lender.take_read(device)
+        except (CudaError, NoRoom):
+            return False
+        if block is None:
+            return False
+        if not block.announced:
+            self._announce(block, ask=False)
+        for index, region in found:
+            segment = segments[index]
+            self.shown.show(region, device, block.flag.read, block.uses)
+            place = region.number << PLACE_BITS | segment.address - region.start
+            placed[index] = SegmentSpec(segment.nbytes, block.name, place)
+        in_place.append(InPlace(block, tuple([segments[index].owner for index in indices])))
+        return True
+
+    def _can_open(self, device: int) -> bool:
+        """Whether the peer can open memory of this GPU. If that is not known it is asked."""
+        peer = self._peer.get(device)
+        if peer is None:
+            try:
                 self._ask(device)
-            if peer is not _Peer.CAN_OPEN:
-                return None
+            except NoRoom as error:
+                log.debug("%s", error)
+                _say_once(device)
+        return peer is _Peer.CAN_OPEN
+
+    def _block(self, device: int, nbytes: int) -> DeviceBlock | None:
+        try:
             block = self.lender.take(device, nbytes)
         except NoRoom as error:
             log.debug("%s", error)
@@ -148,6 +267,11 @@ class DeviceChannel:
 
     # --- receiving ---
 
+    def _expect(self, device: int, forms: Sequence[Form]) -> None:
+        """Tensors came through a block: have memory for the next ones, if the peer can open it."""
+        if self._regions_open and self._can_open(device):
+            self.landing.expect(device, forms)
+
     def heard(self, message: AnyMessage) -> None:
         """One of `DEVICE_NOTICES` came."""
         if type(message) is DeviceBlocksClosed:
@@ -160,14 +284,41 @@ class DeviceChannel:
                 self._tell(DeviceBlockOpened(message.number, refusal))
         elif type(message) is DeviceBlockOpened:
             self._take_answer(message)
+        elif type(message) is GrantDeviceMemory:
+            self._take_grants(message)
+        elif type(message) is ReclaimDeviceMemory:
+            self.offers.reclaim(message.places)
+        elif type(message) is AnnounceDeviceRegion:
+            refusal = self.borrower.open_region(message.number, message.gpu, message.memory)
+            if refusal:
+                self._tell(DeviceRegionRefused(message.number, refusal))
+        elif type(message) is DeviceRegionRefused:
+            log.info("a peer cannot open memory of torch's allocator: %s; tensors are copied once more", message.reason)
+            self._regions_open = False
+        elif type(message) is RetireDeviceRegions:
+            self.borrower.retire_regions(message.numbers)
+
+    def _take_grants(self, message: GrantDeviceMemory) -> None:
+        """What the peer lets this process write to; what cannot be opened here goes back at once."""
+        flags = self._flags_of(message.page)
+        for place in message.places:
+            flag = flags.at(place.place)
+            try:
+                self.offers.add(Offer(place, flag, self.borrower.region(place.region)))
+            except SerializationError as error:
+                log.debug("granted memory cannot be used: %s", error)
+                flag.let_go.set(place.use)
+
+    def _flags_of(self, page: int) -> Flags:
+        flags = self._pages.get(page)
+        if flags is None:
+            flags = self._pages[page] = Flags(self._find_page(page))
+        return flags
 
     def _open(self, message: AnnounceDeviceBlock) -> str:
         """Open a block; why not, if it cannot be."""
         try:
-            flags = self._pages.get(message.page)
-            if flags is None:
-                flags = self._pages[message.page] = Flags(self._find_page(message.page))
-            flag = flags.at(message.flag)
+            flag = self._flags_of(message.page).at(message.flag)
         except CudaError as error:
             return str(error)
         return self.borrower.open(
@@ -188,7 +339,7 @@ class DeviceChannel:
     @property
     def has_news(self) -> bool:
         """Whether the peer should be told something."""
-        return bool(self.borrower.closed) or self.lender.has_retired
+        return bool(self.borrower.closed) or self.lender.has_retired or self.landing.has_news
 
     def news(self) -> list[AnyMessage]:
         """What to tell it; each is told once."""
@@ -201,14 +352,39 @@ class DeviceChannel:
         messages: list[AnyMessage] = [DeviceBlocksClosed(tuple(numbers))] if numbers else []
         if self.lender.has_retired:
             messages.append(RetireDeviceBlocks(self.lender.retired()))
+        if self.landing.has_news:
+            grants = self.landing.grants(self.shown.show)
+            if grants is not None:
+                messages.append(grants)
+            if reclaimed := self.landing.reclaimed():
+                messages.append(ReclaimDeviceMemory(reclaimed))
         return messages
+
+    def trim(self, before: float) -> None:
+        """Give back what has been idle since `before` on the monotonic clock."""
+        self.lender.trim(before)
+        self.landing.trim(before)
+        self.offers.tidy()
+        self.shown.retire(before, self.landing.regions_in_use)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there is anything of either side that may have to be given back."""
+        return self.lender.has_blocks or self.borrower.mapped > 0 or len(self.shown) > 0 or self.landing.granted[0] > 0
 
     def close(self) -> None:
         """The connection has ended."""
         self.lender.close(self._peer_is_gone)
+        self.offers.close()
+        self.landing.close(self._peer_is_gone)
         self.borrower.close(self._peer_is_gone)
 
 
 def is_of_device(block: int) -> bool:
     """Whether a block's number is that of device memory."""
     return block >= FIRST_NAME
+
+
+def is_granted(block: int) -> bool:
+    """Whether a block's number is that of memory granted to the sender."""
+    return block >= FIRST_GRANT

@@ -22,8 +22,10 @@ from telegrad.transport.blocks.mapping import Mapping
 
 log = logging.getLogger("telegrad.transport")
 
-_FLAG_BYTES = 16  # three numbers; the rest keeps neighbours apart
+_FLAG_BYTES = 16  # four numbers
 _SOON_SECONDS = 50e-6
+_ENOUGH = 2  # numbers that were looked for in vain, after which that is done now and then only
+_TRY_EVERY = 16
 _LOOK_SECONDS = 0.02
 _GRACE_SECONDS = 0.5  # for what a process that has ended had begun on the GPU
 
@@ -65,14 +67,36 @@ class Number:
         self._here.value = value & 0xFFFFFFFF
 
 
+class Patience:
+    """Looks for numbers a while, unless that was in vain before: what a peer computes for long is not there soon."""
+
+    __slots__ = ("_missed",)
+
+    def __init__(self) -> None:
+        self._missed = 0  # numbers in a row
+
+    def sees(self, number: Number, value: int) -> bool:
+        """Whether a number is that large, now or soon; if not, a stream has to wait for it."""
+        if number.has_reached(value):
+            self._missed = 0
+            return True
+        missed = self._missed
+        if (missed < _ENOUGH or missed % _TRY_EVERY == 0) and number.will_soon_reach(value):
+            self._missed = 0
+            return True
+        self._missed = missed + 1
+        return False
+
+
 class Flag(NamedTuple):
-    """The numbers of one block, and where they are."""
+    """The numbers of one block, or of one place granted, and where they are."""
 
     page: int
     place: int
     written: Number
     read: Number
-    let_go: Number  # set by the reader's process once its copy is enqueued: the block may be lent again
+    let_go: Number  # set by the other process: its copy is enqueued, or what was granted to it goes back unused
+    given_up: Number  # set by the sender: nobody may read it any more who has not begun
 
 
 class Flags:
@@ -83,6 +107,12 @@ class Flags:
         self._count = page.mapping.size // _FLAG_BYTES
         self._next = 0
         self._pinned = host.pinned(page.mapping)
+        self._made: dict[int, Flag] = {}
+
+    @property
+    def page(self) -> int:
+        """The number of the block of host memory they lie in."""
+        return self._page.number
 
     def has_room(self, count: int) -> bool:
         """Whether so many more can be taken."""
@@ -95,14 +125,20 @@ class Flags:
 
     def at(self, place: int) -> Flag:
         """The one at a place, which a peer may have named."""
+        made = self._made.get(place)
+        if made is None:
+            made = self._made[place] = self._make(place)
+        return made
+
+    def _make(self, place: int) -> Flag:
         if not 0 <= place < self._count:
             raise ProtocolError(f"the peer named flag {place} of {self._count}")
         offset = place * _FLAG_BYTES
         mapping = self._page.mapping
-        written, read, let_go = [
-            Number(mapping, mapping.address + offset + more, self._pinned + offset + more) for more in (0, 4, 8)
+        numbers = [
+            Number(mapping, mapping.address + offset + more, self._pinned + offset + more) for more in (0, 4, 8, 12)
         ]
-        return Flag(self._page.number, place, written, read, let_go)
+        return Flag(self._page.number, place, *numbers)
 
 
 class Promise(NamedTuple):

@@ -14,7 +14,7 @@ from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.mapping import block_size
 from telegrad.transport.device.blocks import FIRST_NUMBER, SLAB, DeviceBlock, NoRoom, Slab
 from telegrad.transport.device.flags import Flags, Promise, keep_promises
-from telegrad.transport.device.leftovers import free_later
+from telegrad.transport.device.leftovers import close_later, free_later
 
 _LOOK_AT = 8  # blocks, when one is needed: the oldest come back first
 
@@ -46,12 +46,30 @@ class DeviceLender:
                 idle = self._look(key, lent, _LOOK_AT)
             if not idle:
                 idle = self._create(*key)
-            block = idle.pop()
-            block.uses += 1
-            block.used_at = time.monotonic()
-            if key not in self._lent:
-                self._lent[key] = deque()
-            self._lent[key].append(block)
+            return self._lend(key, idle.pop())
+
+    def take_read(self, device: int) -> DeviceBlock | None:
+        """The smallest block, lent for its numbers alone: one that nothing is to be read from any more. Raises
+        NoRoom."""
+        key = device, block_size(1)
+        with self._lock:
+            if self._closed:
+                raise NoRoom("the connection is closed")
+            if lent := self._lent.get(key):
+                self._look(key, lent, _LOOK_AT)
+            idle = self._idle.get(key) or self._create(*key)
+            for place in range(len(idle) - 1, -1, -1):
+                if idle[place].flag.read.has_reached(idle[place].uses):
+                    return self._lend(key, idle.pop(place))
+        return None
+
+    def _lend(self, key: tuple[int, int], block: DeviceBlock) -> DeviceBlock:
+        """Under the lock: it is used once more."""
+        block.uses += 1
+        block.used_at = time.monotonic()
+        if key not in self._lent:
+            self._lent[key] = deque()
+        self._lent[key].append(block)
         return block
 
     def _look(self, key: tuple[int, int], lent: deque[DeviceBlock], most: int) -> list[DeviceBlock]:
@@ -59,7 +77,13 @@ class DeviceLender:
         idle = self._idle.setdefault(key, [])
         for _ in range(min(most, len(lent))):
             block = lent.popleft()
-            (idle if block.flag.let_go.has_reached(block.uses) else lent).append(block)
+            if not block.flag.let_go.has_reached(block.uses) or (
+                block.kept and not block.flag.read.has_reached(block.uses)
+            ):
+                lent.append(block)
+                continue
+            block.kept = ()
+            idle.append(block)
         return idle
 
     def _create(self, device: int, size: int) -> list[DeviceBlock]:
@@ -146,9 +170,12 @@ class DeviceLender:
             slabs, self._slabs = self._slabs, set()
             blocks = [block for slab in slabs for block in slab.blocks]
             keep_promises([Promise(block.flag.read, block.uses) for block in blocks], peer_is_gone)
+            kept = [(block.flag.read, block.uses, block.kept) for block in blocks if block.kept]
             self._lent.clear()
             self._idle.clear()
             self._closing.clear()
             self._closed = True
+        if kept:  # and held here until it was read
+            close_later(lambda: all(number.has_reached(use) for number, use, _ in kept))
         if slabs:
             free_later(slabs)

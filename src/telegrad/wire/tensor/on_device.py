@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,21 @@ _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
 _PARAMETER = int(Flag.PARAMETER)
 _SIMPLE_FLAGS = _REQUIRES_GRAD | _PARAMETER
 _MOST_STRIDE = 2**40  # no GPU has as much memory
+
+
+class Form(NamedTuple):
+    """What a tensor is besides its bytes; no strides if it is contiguous."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def empty(form: Form, device: torch.device) -> Tensor:
+    """A tensor of this form, whose memory holds anything."""
+    if form.strides:
+        return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device)
+    return torch.empty(form.shape, dtype=form.dtype, device=device)
 
 
 def describe_on_device(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]] | None:
@@ -72,12 +87,13 @@ def describe_on_device(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], lis
 
 def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> list[Tensor] | None:
     """The tensors that `describe_on_device` could have described and that came in device memory; None for others."""
-    forms = []
+    forms: list[Form] = []
+    devices: list[torch.device] = []
     for index, spec in enumerate(specs):
         if (
             spec.segment != index
             or index >= len(buffers)
-            or not hasattr(buffers[index], "copy_to")
+            or not hasattr(buffers[index], "granted")
             or not spec.device.startswith("cuda:")
             or spec.kind
             or spec.offset
@@ -92,25 +108,33 @@ def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> li
         device = _device_of(spec.device)
         if not nbytes or nbytes != buffers[index].nbytes or device is None:
             return None
-        forms.append((dtype, device))
-    tensors = []
-    for spec, (dtype, device) in zip(specs, forms, strict=True):
-        if spec.strides:
-            tensors.append(torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=device))
-        else:
-            tensors.append(torch.empty(spec.shape, dtype=dtype, device=device))
-    _fill(tensors, buffers[: len(tensors)])
+        forms.append(Form(dtype, spec.shape, spec.strides))
+        devices.append(device)
+    tensors = _make(forms, devices, buffers[: len(forms)])
+    if tensors is None:
+        return None
     return [finish(tensor, spec.flags) if spec.flags else tensor for spec, tensor in zip(specs, tensors, strict=True)]
 
 
-def _fill(tensors: Sequence[Tensor], buffers: Sequence[Any]) -> None:
-    """Copy what came into the tensors: as one, where all of it came in one block and goes to one GPU."""
-    loan, device = buffers[0].loan, tensors[0].device
-    if all(buffer.loan is loan for buffer in buffers) and all(tensor.device == device for tensor in tensors):
-        loan.copy_all(buffers, [tensor.data_ptr() for tensor in tensors], device)
-        return
+def _make(forms: Sequence[Form], devices: Sequence[torch.device], buffers: Sequence[Any]) -> list[Tensor] | None:
+    """The tensors: those that the sender wrote to memory of this process, or copies of what came."""
+    first, device = buffers[0], devices[0]
+    alike = devices.count(device) == len(devices)
+    if any(buffer.granted for buffer in buffers):
+        if not alike or not all(buffer.granted and buffer.device == device.index for buffer in buffers):
+            return None  # the general way looks at each by itself
+        tensors = [buffer.tensor(form) for buffer, form in zip(buffers, forms, strict=True)]
+        first.expect(forms, device)
+        return tensors
+    tensors = [empty(form, device) for form, device in zip(forms, devices, strict=True)]
+    # As one, where all of it came in one block and goes to one GPU.
+    if alike and all(buffer.loan is first.loan for buffer in buffers):
+        first.loan.copy_all(buffers, [tensor.data_ptr() for tensor in tensors], device)
+        first.expect(forms, device)
+        return tensors
     for tensor, buffer in zip(tensors, buffers, strict=True):
         buffer.copy_to(tensor.data_ptr(), tensor.device)
+    return tensors
 
 
 def _span_without_gaps(shape: Sequence[int], strides: Sequence[int]) -> int:

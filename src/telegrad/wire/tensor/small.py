@@ -5,11 +5,11 @@
 import functools
 import math
 from collections.abc import Sequence
-from ctypes import string_at
+from ctypes import PYFUNCTYPE, c_ssize_t, c_void_p, py_object, pythonapi
 from typing import Any
 
 import torch
-from torch import Tensor, frombuffer, strided
+from torch import Tensor, frombuffer
 from torch.nn import Parameter
 
 from telegrad.errors import ProtocolError
@@ -21,6 +21,7 @@ MOST_BYTES = 16 * 1024  # of all tensors of one message
 _ALIGNMENT = 16
 # Those whose memory alone says everything: no conjugate bit, no quantizer.
 PLAIN_CODES = {d: code for d, code in DTYPE_CODES.items() if not d.is_complex and d not in QUANTIZED_DTYPES}
+_bytes_at = PYFUNCTYPE(py_object, c_void_p, c_ssize_t)(("PyBytes_FromStringAndSize", pythonapi))
 # Plain ints: arithmetic on enums costs a microsecond.
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
 _PARAMETER = int(Flag.PARAMETER)
@@ -28,19 +29,24 @@ _PARAMETER = int(Flag.PARAMETER)
 
 def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] | None:
     """Specs and a copy of all bytes, if these are few, contiguous, on the CPU, and no two tensors share memory."""
+    specs: list[TensorSpec] = []
+    data = b""
     try:
-        if len(tensors) == 1:
-            found = _describe(tensors[0])
-            return None if found is None else ([found[0]], found[1])
-        specs: list[TensorSpec] = []
-        data = b""
         for tensor in tensors:
-            found = _describe(tensor)
-            if found is None:
+            # The shape of a nested tensor cannot be asked for, so such a one ends here.
+            form = _small_form(
+                type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad, tensor.layout, tensor.is_cpu
+            )
+            if form is None or not tensor.is_contiguous() or tensor.is_neg():
                 return None
-            spec, raw, padding = found
+            spec, nbytes, padding = form
+            address = tensor.data_ptr()
+            if not address:
+                return None
+            if len(tensors) == 1:
+                return [spec], _bytes_at(address, nbytes)
             specs.append(spec)
-            data += raw + padding
+            data += _bytes_at(address, nbytes) + padding
             if len(data) > MOST_BYTES:
                 return None
     except RuntimeError:
@@ -50,24 +56,16 @@ def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] 
     return specs, data
 
 
-def _describe(tensor: Tensor) -> tuple[TensorSpec, bytes, bytes] | None:
-    """The spec and the bytes of one tensor, and what goes between it and the next."""
-    if tensor.layout is not strided or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
-        return None
-    # The shape of a nested tensor cannot be asked for, so such a one ends here.
-    form = _small_form(type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad)
-    address = tensor.data_ptr()
-    return (form[0], string_at(address, form[1]), form[2]) if form is not None and address else None
-
-
 @functools.lru_cache(maxsize=4096)
 def _small_form(
-    cls: type, dtype: torch.dtype, shape: torch.Size, requires_grad: bool
+    cls: type, dtype: torch.dtype, shape: torch.Size, requires_grad: bool, layout: torch.layout, is_cpu: bool
 ) -> tuple[TensorSpec, int, bytes] | None:
     """The spec of a contiguous tensor, its bytes, and what goes between it and the next; None if it is not plain."""
     code = PLAIN_CODES.get(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    if code is None or (cls is not Tensor and cls is not Parameter) or not 0 < nbytes <= MOST_BYTES:
+    if code is None or (cls is not Tensor and cls is not Parameter) or layout is not torch.strided or not is_cpu:
+        return None
+    if not 0 < nbytes <= MOST_BYTES:
         return None
     flags = _REQUIRES_GRAD * requires_grad | _PARAMETER * (cls is Parameter)
     return TensorSpec(0, code, tuple(shape), (), 0, NO_SEGMENT, flags), nbytes, bytes(-nbytes % _ALIGNMENT)
@@ -79,27 +77,26 @@ def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[T
     Raises ProtocolError for specs that are not plain or do not fit the memory.
     """
     tensors: list[Tensor] = []
-    present = len(data)
     for spec in specs:
-        dtype, count, nbytes, taken, shape, flags = _plain_form(spec)
-        if offset + nbytes > present:
-            raise ProtocolError(f"a tensor of {nbytes} bytes begins at byte {offset} of {present}")
-        tensor = frombuffer(data, dtype=dtype, count=count, offset=offset)
+        dtype, count, taken, shape, flags = _plain_form(spec)
+        try:
+            tensor = frombuffer(data, dtype=dtype, count=count, offset=offset)
+        except ValueError as error:
+            nbytes = count * dtype.itemsize
+            raise ProtocolError(f"a tensor of {nbytes} bytes begins at byte {offset} of {len(data)}") from error
         if shape is not None:
             tensor.resize_(shape)  # same size: only the shape changes
-        if flags == _REQUIRES_GRAD:
-            tensor.requires_grad_()
-        elif flags:
-            tensor = finish(tensor, flags)
+        if flags:
+            tensor = tensor.requires_grad_() if flags == _REQUIRES_GRAD else finish(tensor, flags)
         tensors.append(tensor)
         offset += taken
     return tensors
 
 
 @functools.lru_cache(maxsize=4096)
-def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, int, torch.Size | None, int]:
-    """The dtype, the number of elements, of bytes, and of those with what goes before the next tensor, the shape unless
-    that is one dimension, and the flags of a tensor that `describe_small` could have described."""
+def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, torch.Size | None, int]:
+    """The dtype, the number of elements, of bytes up to the next tensor, the shape unless that is one dimension, and
+    the flags of a tensor that `describe_small` could have described."""
     dtype = dtype_of(spec.dtype)
     nbytes = checked_size(spec.shape, dtype)
     general = TensorSpec(0, spec.dtype, spec.shape, (), 0, NO_SEGMENT, spec.flags)
@@ -109,4 +106,4 @@ def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, int, torch.Siz
         raise ProtocolError(f"unknown flags {spec.flags:#x} of a tensor")
     check_flags(dtype, spec.flags)
     shape = torch.Size(spec.shape) if len(spec.shape) != 1 else None
-    return dtype, nbytes // dtype.itemsize, nbytes, nbytes + -nbytes % _ALIGNMENT, shape, spec.flags
+    return dtype, nbytes // dtype.itemsize, nbytes + -nbytes % _ALIGNMENT, shape, spec.flags

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 import msgspec
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.rendezvous import rendezvous
 
 from telegrad.errors import RendezvousError, TelegradError
@@ -51,6 +51,15 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     """The store that `init_method` names. Others than the plain forms of tcp:// and env:// are left to torch."""
     limit = timedelta(seconds=max(timeout, 1e-3))
     endpoint = store_host.endpoint_in(init_method)
+    if endpoint is None and init_method.rstrip("/") == "env:":
+        if world_size == 1 and not store_host.names_a_place():
+            return HashStore()  # nobody to meet
+        raise RendezvousError(
+            "where the workers meet is in MASTER_ADDR and MASTER_PORT, which are not set, or not to a host and a "
+            "number. Start the workers by `telegrad run` or torchrun, which set them; or set them on all workers to "
+            "the address of rank 0 and a port that is free there; or give an `init_method` in the options. On one "
+            "machine `telegrad.local_cluster()` needs none of this"
+        )
     if init_method.startswith("file:"):
         make_private(urlparse(init_method).path)
     try:

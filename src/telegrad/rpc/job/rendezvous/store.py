@@ -62,6 +62,11 @@ def _endpoint_in_environment() -> Endpoint | None:
     return (host, int(port)) if host and port.isdecimal() else None
 
 
+def names_a_place() -> bool:
+    """Whether the environment says, rightly or wrongly, where to meet."""
+    return "MASTER_ADDR" in os.environ or "MASTER_PORT" in os.environ
+
+
 def is_launchers(endpoint: Endpoint) -> bool:
     """Whether the store there is the launcher's, by torch's own sign for it: no worker opens it, and it stays."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and endpoint == _endpoint_in_environment()

@@ -1,0 +1,74 @@
+"""How callers learn that their request has ended: those that sleep are woken, futures are completed.
+
+One rule: a slot is completed by a thread that does not read. So a callback, or a hook of a backward pass, may run for
+long and may wait for another reply of the same link. The thread of a user runs nobody's callbacks: what may run a
+user's code it leaves to the I/O threads; and a reply that its caller came for (`attended`) is left to that caller.
+"""
+
+from functools import partial
+
+from telegrad import trace
+from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.runtime import Runtime
+
+
+class Completion:
+    """The ends of the requests of one link."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def announce(self, slot: Slot) -> bool:
+        """A slot that was taken out of the table has its reply, or its error: wake its caller if that sleeps.
+
+        Returns whether it has to be completed."""
+        slot.done = True
+        if trace.recorder is not None:
+            trace.recorder.answered(slot)
+        wake = slot.wake
+        if wake is None:
+            return slot.complete is not None
+        try:
+            wake.release()
+        except RuntimeError:  # it woke by itself, at its deadline
+            pass
+        return slot.complete is not None and not slot.attended
+
+    def by_io_thread(self, slots: list[Slot]) -> None:
+        """Complete what was read."""
+        for slot in slots:
+            complete = slot.complete
+            if complete is not None:  # else its caller came for the reply itself, and was first
+                complete(slot)
+
+    def by_caller(self, slots: list[Slot], own: Slot) -> None:
+        """The same in the thread of a user. What it came for itself, its `own` if that is attended, it will take."""
+        for_others = []
+        for slot in slots:
+            future = slot.future
+            if future is None:
+                if slot.attended:
+                    if slot is not own:
+                        for_others.append(slot)
+                    continue
+            else:
+                future.settling = True  # before looking: see `Future.add_done_callback`
+                if future.has_callbacks:
+                    future.settling = False
+                    for_others.append(slot)
+                    continue
+            self.by_io_thread([slot])
+        if for_others:
+            self._hand_over(for_others)
+
+    def settle(self, slots: list[Slot]) -> None:
+        """Slots that were taken out of the table have an error: their time is up, or the worker is gone."""
+        unfinished = [slot for slot in slots if self.announce(slot)]
+        if unfinished:
+            self._hand_over(unfinished)
+
+    def _hand_over(self, slots: list[Slot]) -> None:
+        if self._runtime.closing:  # no thread may be left
+            self.by_io_thread(slots)
+        else:
+            self._runtime.io_threads.submit(partial(self.by_io_thread, slots))

@@ -1,0 +1,195 @@
+"""How a link gets its connection, and the next one when that is lost.
+
+Whoever needs the connection first dials; others wait for that. What was sent and not answered is sent again over the
+next connection before anything else: the worker knows by the ids what it has already taken.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from telegrad.cuda import order
+from telegrad.errors import ProtocolError, TelegradError, WorkerDied
+from telegrad.rpc.client.completion import Completion
+from telegrad.rpc.client.outcomes import OWN_END, LinkEvents, Unanswered, died_meanwhile, does_not_answer
+from telegrad.rpc.client.pending import FOREVER, Pending, Slot
+from telegrad.rpc.client.reply_reader import ReplyReader
+from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.threads.yield_turn import blocking
+from telegrad.rpc.workers import Member
+from telegrad.transport.connection import Connection
+from telegrad.transport.handshake import TICKET_BYTES
+from telegrad.wire.frames import NOTICE, REQUEST
+from telegrad.wire.messages import AnyMessage, Ping
+
+KEPT_NOTICES = 256  # the latest, to be sent again over a new connection; a session remembers more than that
+
+
+class Connecting:
+    """The connection of a link to one incarnation of one worker, and all that outlives it."""
+
+    replies: ReplyReader  # of the whole link, which has more that this needs
+
+    def __init__(self, runtime: Runtime, events: LinkEvents, member: Member, number: int) -> None:
+        self.runtime = runtime
+        self._io_threads = runtime.io_threads
+        self._events = events
+        self.member = member
+        self.number = number
+        self.ticket = os.urandom(TICKET_BYTES)  # shown with each connection: nobody else can go on with this link
+        self.pending = Pending()
+        self.completion = Completion(runtime)
+        self.main_by_value = False
+        self.dead: WorkerDied | None = None
+        self.current: Connection | None = None  # what is sent goes over it; `connection()` makes it
+        self.settled = threading.Event()  # clear while a lost connection is neither replaced nor given up
+        self.settled.set()
+        self._notices: deque[tuple[int, AnyMessage]] = deque(maxlen=KEPT_NOTICES)
+        self._dial_lock = threading.Lock()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self.current is not None
+
+    @property
+    def dialling(self) -> bool:
+        """Whether a thread is making a connection, or giving one up."""
+        return self._dial_lock.locked()
+
+    def connection(self, deadline: float = FOREVER) -> Connection:
+        """The connection, made if there is none yet. TimeoutError at the deadline, WorkerDied if nobody answers."""
+        connection = self.current
+        if connection is not None:
+            return connection
+        if self.dead is not None:
+            raise self.dead.again()
+        with blocking():
+            left = -1.0 if deadline == FOREVER else max(0.0, deadline - time.monotonic())
+            if not self._dial_lock.acquire(timeout=left):
+                raise TimeoutError(f"worker {self.member.name!r} is still being dialled")
+            try:
+                dialled = self.current if self.current is not None else self._dial(deadline)
+                if isinstance(dialled, Unanswered) and dialled.gone:
+                    # At once: those who wait for the lock need not dial as well.
+                    self.dead = does_not_answer(self.member, dialled)
+            finally:
+                self._dial_lock.release()
+        if not isinstance(dialled, Unanswered):
+            return dialled
+        if dialled.gone:
+            self._events.unanswered(self.member, f"worker {self.member.name!r} is gone: {dialled.why}")
+            raise self.dead.again() if self.dead is not None else does_not_answer(self.member, dialled)
+        raise does_not_answer(self.member, dialled)
+
+    def _dial(self, deadline: float) -> Connection | Unanswered:
+        """Dial, and send what may not have arrived: the worker knows by the ids what it has already taken."""
+        if self.dead is not None:
+            raise self.dead.again()
+        # Not for longer than a silent worker is waited for: the lock held here is needed to give it up.
+        limit = time.monotonic() + self.runtime.patience
+        while True:
+            dialled = self._events.dial(self, deadline)
+            if isinstance(dialled, Unanswered):
+                return dialled
+            connection, self.main_by_value = dialled.connection, dialled.main_by_value
+            try:
+                self._send_again(connection, limit)
+                break
+            except (OSError, ValueError) as error:  # lost as well: whether the worker lives is for the dialling to say
+                connection.close()
+                if time.monotonic() >= min(limit, deadline):
+                    return Unanswered(f"its new connection closed: {error}", gone=False)
+            except BaseException:
+                connection.close()
+                raise
+        self.replies.receiver.last_heard = time.monotonic()
+        connection.after_hold = self.replies.arm
+        connection.copier.ask_for_help = self.runtime.helpers.ask
+        self._io_threads.register(connection.stream.fileno(), self.replies.readable, armed=False)
+        self.current = connection  # only now may others send: what came before is on its way
+        self.settled.set()
+        return connection
+
+    def _send_again(self, connection: Connection, deadline: float) -> None:
+        if order.active and self.pending:
+            order.synchronize()  # this thread's streams are not those the tensors were made on
+        for number, notice in list(self._notices):
+            connection.send(NOTICE, number, 0, notice, deadline=deadline)
+        for slot in self.pending.snapshot():
+            connection.send(REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
+        # Layers above want to hear of replies that come too late. Under the number of a request that was taken this is
+        # no new one: its reply comes again. One that was lost is answered as what this is.
+        for request_id in self.pending.overdue():
+            connection.send(REQUEST, request_id, 0, Ping(), deadline=deadline)
+
+    def _send_over_next(self, old: Connection, *frame: Any) -> None:
+        """What was sent over `old` as that ended is lost, unless the next dial is still to come and sends it again."""
+        with self._dial_lock:
+            connection = self.current
+        if connection is not None and connection is not old:
+            try:
+                connection.send(*frame)
+            except (OSError, ValueError):
+                self.lost(connection)
+
+    # --- losing it ---
+
+    def said_goodbye(self, ending: str) -> None:
+        """The worker leaves on purpose, or its program ended."""
+        self._events.said_goodbye(self.member, ending)
+
+    def lost(self, connection: Connection) -> None:
+        """The connection ended. Dial again at once: a living worker answers, a dead one refuses."""
+        with self._dial_lock:
+            if self.current is not connection:
+                return  # another thread noticed first
+            self._io_threads.forget(connection.stream.fileno())
+            connection.close()
+            self.settled.clear()
+            self.current = None
+            self.replies.disarmed()
+        self._events.link_lost(self)
+
+    def resume(self, deadline: float) -> None:
+        """Replace a lost connection. TimeoutError at the deadline."""
+        self.connection(deadline)
+        if self.pending:
+            self.replies.arm()
+
+    def break_off(self, connection: Connection, error: TelegradError) -> None:
+        """The worker sends nonsense: fail what waits for it, and nothing else."""
+        with self._dial_lock:
+            if self.current is connection:
+                self._io_threads.forget(connection.stream.fileno())
+                connection.close()
+                self.current = None
+        waiting = self.pending.take_all()
+        for slot in waiting:
+            slot.error = ProtocolError(f"worker {self.member.name!r} broke the protocol during {slot.what()}: {error}")
+        self.completion.settle(waiting)
+
+    def fail(self, error: WorkerDied) -> None:
+        """The worker is gone for good."""
+        with self._dial_lock:
+            self.dead = error
+            connection, self.current = self.current, None
+        if connection is not None:
+            self._io_threads.forget(connection.stream.fileno())
+            connection.close()
+        waiting = self.pending.take_all()
+        for slot in waiting:
+            slot.error = self.died(slot)
+        self.completion.settle(waiting)
+        self.settled.set()
+
+    def close(self) -> None:
+        """End the link from this side; what still waits is told so."""
+        self.fail(WorkerDied(f"{OWN_END}; nothing more can be asked of {self.member.name!r}."))
+
+    def died(self, slot: Slot) -> WorkerDied:
+        """What a caller gets whose worker is gone."""
+        assert self.dead is not None
+        return died_meanwhile(slot, self.member, self.dead)

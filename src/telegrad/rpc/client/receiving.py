@@ -1,0 +1,140 @@
+"""What comes over a link: replies find the slots that wait for them, and their sender is told that they arrived."""
+
+import array
+import logging
+import time
+from typing import Protocol
+
+from telegrad.errors import ProtocolError, TelegradError
+from telegrad.rpc.client.completion import Completion
+from telegrad.rpc.client.pending import Pending, Slot
+from telegrad.rpc.runtime import Runtime
+from telegrad.rpc.threads.delayed_flush import LAZY
+from telegrad.rpc.workers import Member
+from telegrad.transport.connection import Connection
+from telegrad.wire.frames import NOTICE, Frame
+from telegrad.wire.messages import Ack, AnyMessage, Exhausted, Goodbye
+
+log = logging.getLogger("telegrad.rpc")
+
+_MOST_UNACKNOWLEDGED = 256  # replies that the worker may have to remember for a caller that asks nothing more
+
+
+class ReceivingLink(Protocol):
+    """The link that something comes over."""
+
+    runtime: Runtime
+    member: Member
+    pending: Pending
+    completion: Completion
+    exhausted: tuple[float, int, int]
+
+    def lost(self, connection: Connection) -> None:
+        """The connection ended."""
+
+    def break_off(self, connection: Connection, error: TelegradError) -> None:
+        """The worker sends nonsense."""
+
+    def said_goodbye(self, ending: str) -> None:
+        """The worker leaves on purpose."""
+
+
+class Receiver:
+    """Takes in the frames of one link. One thread at a time, the one that reads."""
+
+    def __init__(self, link: ReceivingLink) -> None:
+        self._link = link
+        self._runtime = link.runtime
+        self._pending = link.pending
+        self._slots = link.pending.slots
+        self._announce = link.completion.announce
+        self._audit = link.runtime.layers.audit
+        self.last_heard = 0.0
+        self._received: list[int] = []  # replies since the last acknowledgement
+
+    @property
+    def unacknowledged(self) -> tuple[int, ...]:
+        """The replies that came, and that the worker has not been told of by name."""
+        return tuple(self._received)
+
+    def receive(self, connection: Connection, read: list[Slot]) -> None:
+        """Read what is there. `read` gets the slots that have to be completed once the reading is handed on."""
+        try:
+            frames = connection.receive()
+        except (OSError, ValueError):
+            frames = None
+        except ProtocolError as error:
+            log.error("closing the connection to %s: %s", self._link.member.name, error)
+            self._link.break_off(connection, error)
+            return
+        if frames is None:
+            self._link.lost(connection)
+            return
+        self.last_heard = time.monotonic()
+        acknowledge = False
+        for frame in frames:
+            if frame.is_large:
+                acknowledge = True
+            if frame.kind == NOTICE:
+                self._hear(frame.message)
+                continue
+            number = frame.request_id
+            self._received.append(number)
+            slot = self._slots.pop(number, None)  # one step: who takes it out completes it
+            if slot is None:
+                self._hear_late(frame)
+                continue
+            slot.frame = frame
+            slot.done = True  # before looking: a caller that will sleep makes its lock, then looks whether it is done
+            if slot.watched or slot.wake is not None:
+                if self._announced(slot, frame):
+                    read.append(slot)
+            elif slot.complete is not None:
+                read.append(slot)
+        if connection.outbox:
+            self.flush(connection)
+        if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
+            self.acknowledge(connection)
+
+    def _announced(self, slot: Slot, frame: Frame) -> bool:
+        """A reply came that is recorded, or whose caller sleeps. Whether the slot has to be completed."""
+        if self._audit is not None:
+            self._audit.came(self._link.member.name, frame.message, frame.payload, frame.tensors, slot.what())
+        return self._announce(slot)
+
+    def _hear(self, message: AnyMessage) -> None:
+        if type(message) is Goodbye:
+            self._link.said_goodbye(message.ending)
+        elif type(message) is Exhausted:
+            self._link.exhausted = (time.monotonic(), message.threads, message.running)
+
+    def _hear_late(self, frame: Frame) -> None:
+        """Nobody waits for this reply: its caller gave up, or it is a second copy."""
+        if self._pending.is_late(frame.request_id):
+            for layer in self._runtime.layers:
+                layer.on_late_reply(frame, self._link.member.worker_id)
+
+    def flush(self, connection: Connection) -> None:
+        """Send what waited to be sent together."""
+        try:
+            connection.flush(deadline=time.monotonic())  # this thread reads: it must not wait until the worker does
+        except TimeoutError:
+            self._runtime.delayed_flush.within(LAZY, connection)
+        except (OSError, ValueError):
+            log.debug("what was held back for %s goes over its next connection", self._link.member.name)
+
+    def acknowledge(self, connection: Connection) -> None:
+        """A large reply came, or many: let their sender forget them soon, if no request follows at once.
+
+        A header acknowledges all before the oldest request that waits. If that waits for long, those behind it must be
+        named, or their replies would pile up at the worker."""
+        received, self._received = self._received, []
+        lowest = self._pending.lowest()
+        named = array.array("Q")
+        if received and max(received) >= lowest:
+            named.extend([request_id for request_id in received if request_id >= lowest])
+        try:
+            connection.send(NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
+            self._runtime.delayed_flush.within(LAZY, connection)
+        except (OSError, ValueError):
+            log.debug("an acknowledgement to %s was not delivered", self._link.member.name)

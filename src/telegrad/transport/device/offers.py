@@ -1,0 +1,149 @@
+"""What a peer has granted: memory of its own that this process may write tensors to, each place once.
+
+The other side of `landing.py`. A sender that finds a place of the right size for each tensor of a message has its
+stream write there, and the number of the first place says that all of them are written. What is reclaimed, or left
+over when the connection ends, goes back by a number: nobody waits for an answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from telegrad.cuda.copy_kernel import give_back_counter, take_counter
+from telegrad.errors import ProtocolError
+from telegrad.transport.device.flags import Flag
+from telegrad.transport.device.leftovers import close_later
+from telegrad.transport.device.regions import Opened
+from telegrad.wire.block_notices import GrantedPlace
+
+_MOST_OFFERS = 4096
+
+
+class Offer:
+    """Memory of the peer for one tensor."""
+
+    __slots__ = ("address", "device", "flag", "key", "opened", "place", "use")
+
+    def __init__(self, place: GrantedPlace, flag: Flag, opened: Opened) -> None:
+        if not 0 < place.nbytes <= opened.size or not 0 <= place.offset <= opened.size - place.nbytes:
+            raise ProtocolError(f"the peer granted {place.nbytes} bytes at {place.offset} of {opened.size}")
+        self.place = place.place
+        self.use = place.use
+        self.flag = flag
+        self.key = place.device, place.nbytes
+        self.opened = opened.use()
+        flag.read.set(place.use)  # heard of: from now on the peer waits for it to be written or to go back
+        self.address = opened.address + place.offset
+        self.device = opened.device  # as this process counts them
+
+    def give_back(self) -> None:
+        """It was not used."""
+        self.flag.let_go.set(self.use)
+        self.opened.drop()
+
+
+class _Writing(NamedTuple):
+    """Offers that are being written to."""
+
+    offers: tuple[Offer, ...]
+
+    def is_done(self) -> bool:
+        return self.offers[0].flag.written.has_reached(self.offers[0].use)
+
+
+class Offers:
+    """Those of one peer. Any thread may take some."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_key: dict[tuple[str, int], list[Offer]] = {}  # by the peer's name of its device, and the bytes
+        self._unused: dict[int, Offer] = {}  # by place
+        self._writing: deque[_Writing] = deque()
+        self._counters: dict[tuple[int, int], int] = {}  # by device and place: for the copying kernel
+        self._closed = False
+
+    def add(self, offer: Offer) -> None:
+        """The peer granted one more."""
+        with self._lock:
+            if offer.place in self._unused or len(self._unused) >= _MOST_OFFERS:
+                raise ProtocolError(f"the peer granted place {offer.place} of its memory twice, or too many")
+            if self._closed:
+                offer.give_back()
+                return
+            self._unused[offer.place] = offer
+            self._by_key.setdefault(offer.key, []).append(offer)
+
+    def take(self, device: int, keys: Sequence[tuple[str, int]]) -> tuple[Offer, ...]:
+        """A place for each, to be written to by a stream of `device`; none unless there is one for each."""
+        with self._lock:
+            taken: list[Offer] = []
+            for key in keys:
+                found = self._by_key.get(key)
+                if not found or found[-1].device != device:
+                    for offer in taken:
+                        self._by_key[offer.key].append(offer)
+                    return ()
+                taken.append(found.pop())
+            for offer in taken:
+                del self._unused[offer.place]
+            return tuple(taken)
+
+    def counter(self, offer: Offer) -> int:
+        """For the launch that writes to it."""
+        key = offer.device, offer.place
+        found = self._counters.get(key)
+        if found is None:
+            found = self._counters[key] = take_counter(offer.device)
+        return found
+
+    def written(self, offers: tuple[Offer, ...]) -> None:
+        """A stream was told to write to these."""
+        writing = self._writing
+        writing.append(_Writing(offers))
+        if len(writing) > 1:
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Let go of what has been written."""
+        with self._lock:
+            while self._writing and self._writing[0].is_done():
+                for offer in self._writing.popleft().offers:
+                    offer.opened.drop()
+
+    def reclaim(self, places: Iterable[int]) -> None:
+        """The peer wants these back, unless they have been used."""
+        with self._lock:
+            for place in places:
+                offer = self._unused.pop(place, None)
+                if offer is not None:
+                    self._by_key[offer.key].remove(offer)
+                    offer.give_back()
+
+    def __len__(self) -> int:
+        return len(self._unused)
+
+    def close(self) -> None:
+        """The connection has ended: what was not used goes back now, the rest when it has been written."""
+        with self._lock:
+            self._closed = True
+            for offer in self._unused.values():
+                offer.give_back()
+            self._unused.clear()
+            self._by_key.clear()
+        close_later(functools.partial(self._close_if_written))
+
+    def _close_if_written(self) -> bool:
+        with self._lock:
+            while self._writing and self._writing[0].is_done():
+                for offer in self._writing.popleft().offers:
+                    offer.give_back()  # if its message never came, the peer waits for this
+            if self._writing:
+                return False
+            for (device, _), counter in self._counters.items():
+                give_back_counter(device, counter)
+            self._counters.clear()
+            return True

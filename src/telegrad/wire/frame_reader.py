@@ -1,0 +1,214 @@
+"""Frames from a stream of bytes, whatever way these arrive.
+
+It does no I/O: it says where to put the next bytes and is told how many came. Every length is checked before memory is
+taken for it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from telegrad.errors import ProtocolError
+from telegrad.wire.frames import (
+    BEGINS,
+    HEADER,
+    LENGTHS,
+    MAGIC,
+    MALFORMED,
+    MAX_FRAME,
+    MAX_RECORD,
+    STRIPED,
+    VERSION,
+    WHOLE_BEGINS,
+    Frame,
+    align,
+    decode,
+    malformed,
+    unpack_header,
+)
+from telegrad.wire.parts import STRIPE_FROM
+
+READ_SIZE = 64 * 1024
+_HEADER_BYTES = HEADER.size
+_STRIPED_BEGINS = BEGINS[STRIPED]
+
+
+class Arrival(Protocol):
+    """The segments of a frame that come over several streams."""
+
+    here: int  # bytes of them on the stream of the frame itself
+
+    def is_complete(self) -> bool:
+        """Asked when those are there: whether the others are. If not, nothing is to be read until they are."""
+
+
+class _Lengths(NamedTuple):
+    record: int
+    payload: int
+    data: int  # the inline segments
+
+
+class FrameReader:
+    """Turns a stream of bytes into frames.
+
+    Small frames are cut from one buffer that is read into again and again. A frame that does not fit gets memory of its
+    own from `allocate`, and its remaining bytes are read straight into that. If its segments come over several streams,
+    `arriving` is given their memory, and the frame is complete when the parts that come elsewhere are.
+    """
+
+    def __init__(self, allocate: Callable[[int], Any] = bytearray, max_frame: int = MAX_FRAME) -> None:
+        self._allocate = allocate
+        self._max_frame = max_frame
+        self._max_whole = min(max_frame, READ_SIZE)
+        self._buffer = bytearray(READ_SIZE)
+        self._view = memoryview(self._buffer)
+        self._start = 0  # what was read and is no whole frame yet lies between these two
+        self._end = 0
+        self.target = self._view  # where the next bytes of the stream belong
+        self.has_memory = False  # whether a frame was read since it was last cleared whose memory is to be found
+        # A frame too large for the buffer: its lengths, its memory, where it starts there; the target is its rest.
+        self._large: tuple[_Lengths, Any, int] | None = None
+        self.arriving: Callable[[memoryview], Arrival] | None = None  # where there are several streams
+        self.on_large: Callable[[], None] | None = None  # called when a frame begins that could use several
+        self._arrival: Arrival | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a frame lacks nothing but what comes over other streams: then there is no target."""
+        return self._arrival is not None and not self.target
+
+    @property
+    def idle(self) -> bool:
+        """True between frames: the stream may end here without a loss."""
+        return self._large is None and self._start == self._end
+
+    def received(self, count: int) -> list[Frame]:
+        """`count` bytes were put into the target; the frames that are complete now."""
+        view = self._view
+        try:
+            if self.target is view and count >= _HEADER_BYTES:  # usually that is one frame, and nothing else
+                begins, record_bytes = unpack_header(view)
+                if begins == WHOLE_BEGINS and record_bytes == count - _HEADER_BYTES <= self._max_whole:
+                    return [decode(view[_HEADER_BYTES:count])]
+            return self._received_of_large(count) if self._large is not None else self._received_in_buffer(count)
+        except MALFORMED as error:
+            raise malformed(error) from error
+
+    def _received_in_buffer(self, count: int) -> list[Frame]:
+        frames: list[Frame] = []
+        view, start, limit = self._view, self._start, self._end + count
+        while (begin := start + _HEADER_BYTES) <= limit:
+            begins, record_bytes = unpack_header(view, start)
+            end = begin + record_bytes
+            if begins == WHOLE_BEGINS and end <= limit and record_bytes <= self._max_whole:
+                frames.append(decode(view[begin:end]))
+            else:
+                lengths = self._lengths(begins, record_bytes, begin, limit)
+                if lengths is None:
+                    break
+                begin += LENGTHS.size * (begins != WHOLE_BEGINS)
+                end = begin + sum(lengths)
+                if begins == _STRIPED_BEGINS or (end > limit and end - start > READ_SIZE // 2):
+                    self._begin_large(lengths, view[begin:limit], begins == _STRIPED_BEGINS)
+                    return frames
+                if end > limit:
+                    break
+                frames.append(self._read_with_memory(lengths, begin))
+            start = end
+        if start < limit:
+            self._keep(start, limit)
+        elif self._end:
+            self._keep(0, 0)
+        return frames
+
+    def _lengths(self, begins: bytes, record: int, begin: int, limit: int) -> _Lengths | None:
+        """Those of a frame; None if they have not come. Refuses what is not this protocol, or more than may come."""
+        if begins not in BEGINS:
+            raise _not_understood(begins)
+        payload = data = 0
+        if begins != WHOLE_BEGINS:
+            if begin + LENGTHS.size > limit:
+                return None
+            payload, data = LENGTHS.unpack_from(self._view, begin)
+        if record > MAX_RECORD or record + payload + data > self._max_frame:
+            raise ProtocolError(
+                f"a frame of {record} + {payload} + {data} bytes is over the limit ({MAX_RECORD} for its record, "
+                f"{self._max_frame} in all)"
+            )
+        if begins == _STRIPED_BEGINS and (data < STRIPE_FROM or self.arriving is None):
+            raise ProtocolError(
+                f"a frame of {data} bytes of tensors comes over several connections that this one does not have"
+            )
+        return _Lengths(record, payload, data)
+
+    def _keep(self, start: int, end: int) -> None:
+        """What is between these two in the buffer is no whole frame yet: the next bytes belong behind it."""
+        if end > READ_SIZE // 2:
+            remaining = self._buffer[start:end]
+            start, end = 0, len(remaining)
+            self._view[:end] = remaining
+        self._start, self._end = start, end
+        self.target = self._view[end:] if end else self._view
+
+    def _read_with_memory(self, lengths: _Lengths, begin: int) -> Frame:
+        """A frame with more than its record. Tensors will alias a copy, so the buffer is free to be read into again."""
+        middle = begin + lengths.record
+        end = middle + lengths.payload
+        frame = decode(self._view[begin:middle])
+        frame.payload = bytes(self._view[middle:end])
+        frame.data = self._buffer[end : end + lengths.data] if lengths.data else None
+        self.has_memory = True
+        return frame
+
+    def _begin_large(self, lengths: _Lengths, have: memoryview, is_striped: bool) -> None:
+        """A frame gets memory of its own; `have` is what has come of it."""
+        lead = lengths.record + lengths.payload
+        total = lead + lengths.data
+        start = align(lead) - lead  # so that the inline segments are aligned in memory
+        memory = self._allocate(start + total)
+        view = memoryview(memory).cast("B")[start : start + total]
+        if is_striped:
+            assert self.arriving is not None
+            self._arrival = self.arriving(view[lead:])
+            view = view[: lead + self._arrival.here]
+        elif total >= STRIPE_FROM and self.on_large is not None:
+            self.on_large()
+        view[: len(have)] = have
+        self._large, self.target = (lengths, memory, start), view[len(have) :]
+        self._start = self._end = 0
+
+    def _received_of_large(self, count: int) -> list[Frame]:
+        assert self._large is not None
+        self.target = self.target[count:]
+        if self.target:
+            return []
+        if self._arrival is not None:
+            if not self._arrival.is_complete():
+                return []
+            self._arrival = None
+        lengths, memory, start = self._large
+        self._large, self.target = None, self._view
+        self.has_memory = True
+        return [_frame_in_place(lengths, memory, start)]
+
+
+def _frame_in_place(lengths: _Lengths, memory: Any, start: int) -> Frame:
+    view = memoryview(memory).cast("B")
+    middle = start + lengths.record
+    end = middle + lengths.payload
+    frame = decode(view[start:middle])
+    frame.is_large = True
+    if lengths.payload:
+        frame.payload = view[middle:end]  # type: ignore[assignment] # read like bytes
+    if lengths.data:
+        frame.data, frame.data_offset = memory, end
+    return frame
+
+
+def _not_understood(begins: bytes) -> ProtocolError:
+    """What is wrong with how a frame begins."""
+    magic, version, form = begins[:2], begins[2], begins[3]
+    if magic != MAGIC:
+        return ProtocolError(f"a frame starts with {magic!r}, not {MAGIC!r}: the peer does not speak this protocol")
+    if version != VERSION:
+        return ProtocolError(f"the peer speaks version {version} of the protocol, this worker version {VERSION}")
+    return ProtocolError(f"unknown form {form} of a frame")
