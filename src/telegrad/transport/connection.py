@@ -33,6 +33,7 @@ from telegrad.wire.tensor.specs import TensorSpec
 log = logging.getLogger("telegrad.transport")
 
 SMALL_FRAME = 64 * 1024  # bytes up to which a message is one piece, and can share a write
+SMALL_PAYLOAD = 32 * 1024  # bytes up to which it usually is one, with the small tensors that may come along
 _HOLD_UP_TO = 64  # small frames that may wait for one write
 
 _first_side = threading.Lock()  # of any connection
