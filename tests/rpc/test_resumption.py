@@ -72,6 +72,7 @@ class End:
         payload: bytes = b"",
         *_: Any,
         hold: bool = False,
+        in_place: Any = None,
         deadline: float | None = None,
     ) -> bytes | None:
         content = (kind, request_id, ack, message, payload)
