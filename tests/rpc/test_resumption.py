@@ -74,6 +74,7 @@ class End:
         hold: bool = False,
         in_place: Any = None,
         deadline: float | None = None,
+        in_place: Any = None,
     ) -> bytes | None:
         content = (kind, request_id, ack, message, payload)
         if type(message) is not CancelCall:  # word that nobody waits any more changes nothing about who asks again
