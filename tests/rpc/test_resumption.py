@@ -72,7 +72,6 @@ class End:
         payload: bytes = b"",
         *_: Any,
         hold: bool = False,
-        in_place: Any = None,
         deadline: float | None = None,
         in_place: Any = None,
     ) -> bytes | None:
