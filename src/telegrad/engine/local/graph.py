@@ -124,10 +124,10 @@ class Graph:
         has some of the leaves, run the rest before waiting."""
         leaves = self.leaves
         if at_leaves:
-            for edge, gradient in at_leaves:
+            for edge, _ in at_leaves:
                 if (leaf := getattr(edge[0], "variable", None)) is not None:
                     leaves[edge[0]] = leaf
-            del gradient  # a leaf takes what nobody else holds
+            del _  # a leaf takes a gradient that nobody else holds
             roots += at_leaves
             at_leaves.clear()
         if not leaves:
