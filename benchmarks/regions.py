@@ -46,7 +46,7 @@ def small_pass(repeats: int = 5000) -> tuple[float, float]:
 
     def ours() -> None:
         pass_ = LocalHalf(retain_graph=True)
-        pass_.start({0: Roots((root,), [])}, ())
+        pass_.start({0: Roots((root,), [])}, {})
         pass_.hear(0, [one])
         pass_.run()
 

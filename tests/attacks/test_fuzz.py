@@ -64,7 +64,7 @@ def victim(folder: str, exports_only: bool, orders: Connection) -> None:
     agent = require_agent()
     orders.send(msgspec.msgpack.encode(agent.member))
     while (order := orders.recv()) != b"end":  # a party to the job, or a worker that trusts nobody does not let it in
-        agent.peers.learn([msgspec.msgpack.decode(order, type=Member)])
+        agent.peers.learn(msgspec.msgpack.decode(order, type=list[Member]))
         orders.send(b"known")
     rpc.shutdown(timeout=30)
     orders.send(b"ended")
@@ -73,9 +73,11 @@ def victim(folder: str, exports_only: bool, orders: Connection) -> None:
 class Attacker:
     """One connection after the other to the worker."""
 
-    def __init__(self, member: Member, seed: int, orders: Connection) -> None:
+    def __init__(self, member: Member, seed: int, orders: Connection | None) -> None:
+        """`orders` puts it on record, where that is asked for."""
         self.member = member
         self._orders = orders
+        self._on_record: list[Member] = []
         self.seed = seed
         self.sent = 0
         self.connections = 0
@@ -88,8 +90,11 @@ class Attacker:
         """An authenticated connection, each under a name of its own: what one has done wrong is forgotten with it."""
         worker_id, incarnation = 5 + self.connections, Incarnation(self._incarnations.getrandbits(40))
         name = f"fuzz{worker_id}"
-        self._orders.send(msgspec.msgpack.encode(Member(name, WorkerId(worker_id), incarnation, (), 0)))
-        assert self._orders.poll(20) and self._orders.recv() == b"known"
+        if self._orders is not None:
+            left = [msgspec.structs.replace(member, leaving=True) for member in self._on_record]
+            self._on_record = [Member(name, WorkerId(worker_id), incarnation, (), 0)]
+            self._orders.send(msgspec.msgpack.encode(left + self._on_record))
+            assert self._orders.poll(20) and self._orders.recv() == b"known"
         address = next(a for a in self.member.addresses if a.kind == "unix")
         until = time.monotonic() + 30
         while True:  # a worker that has no room for a while says so
@@ -181,7 +186,7 @@ def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
     theirs.close()
     try:
         assert ours.poll(30), "the worker has not come up"
-        attacker = Attacker(msgspec.msgpack.decode(ours.recv(), type=Member), seed, ours)
+        attacker = Attacker(msgspec.msgpack.decode(ours.recv(), type=Member), seed, ours if exports_only else None)
         attacker.honest_call()
         assert worker.pid is not None
         attacker.attack(min(frames // 4, CHECK_EVERY))  # tables that are filled once

@@ -201,6 +201,7 @@ _ANSWERS = (PythonReply, RpcWithAutogradReply, PassDone, PassDoneWithInputs, Exc
 
 
 @pytest.mark.slow
+@pytest.mark.chaos
 def test_any_answer(agent: Agent, server: Server, long_profile: bool) -> None:
     """Answers of every kind to calls, references and passes."""
     source = random.Random(7)

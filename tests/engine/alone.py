@@ -3,9 +3,11 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.functions import Gradients, RecvNode
+from telegrad.engine.local.graph import Entered
 from telegrad.engine.local.local_pass import LocalPass
 from telegrad.engine.passes import Roots
 
@@ -32,9 +34,17 @@ class Alone(LocalPass[K]):
     def deliver(self, recv: RecvNode, gradients: Gradients | None) -> None:
         self._of_test(self._keys[id(recv)], gradients)
 
-    def walk(self) -> None:
+    def walk(self, heard: tuple[K, list[Tensor | None]] | None = None) -> None:
         """Start with the Sends and Recvs given, and keep none of them."""
-        sends, self.sends = self.sends, {}
+        given, self.sends = self.sends, {}
         recvs, self.recvs = self.recvs, {}
+        sends: dict[K, Entered] = {key: Roots(edges, [], _at_leaves(edges)) for key, edges in given.items()}
         by_node = {recv.node: recv for recv in recvs.values()}
-        self.start({key: Roots(tuple(edges), []) for key, edges in sends.items()}, by_node)
+        if heard is None:
+            self.start(sends, by_node)
+        else:
+            self.start_heard(*heard, sends, by_node)
+
+
+def _at_leaves(edges: Sequence[GradientEdge]) -> bool:
+    return not any(edge.node.next_functions for edge in edges)

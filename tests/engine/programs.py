@@ -196,7 +196,7 @@ def in_one_call(program: Program, built: Built, retain_graph: bool = False) -> O
 
 
 def in_local_pass(program: Program, built: Built, retain_graph: bool = False) -> Outcome:
-    """The same through `LocalPass`, heard in the program's order."""
+    """The same through `LocalPass`, heard in the program's order; the first perhaps with the start."""
     left: dict[int, Any] = {}
 
     def deliver(key: int, gradients: Gradients | None) -> None:
@@ -208,8 +208,13 @@ def in_local_pass(program: Program, built: Built, retain_graph: bool = False) ->
         for send, tensors in enumerate(program.sends)
     }
     pass_ = Alone(edges, dict(enumerate(built.recvs)), retain_graph=retain_graph, deliver=deliver)
-    pass_.walk()
-    for send, run in zip(program.order, program.run_after, strict=True):
+    order = list(zip(program.order, program.run_after, strict=True))
+    if order and order[0][1]:  # as a pass does that begins with gradients
+        first, _ = order.pop(0)
+        pass_.walk((first, gradients_for(program, built, first)))
+    else:
+        pass_.walk()
+    for send, run in order:
         pass_.hear(send, gradients_for(program, built, send))
         if run:
             pass_.run()

@@ -73,6 +73,7 @@ class End:
         *_: Any,
         hold: bool = False,
         deadline: float | None = None,
+        in_place: Any = None,
     ) -> bytes | None:
         content = (kind, request_id, ack, message, payload)
         if type(message) is not CancelCall:  # word that nobody waits any more changes nothing about who asks again

@@ -17,7 +17,7 @@ from telegrad.transport.blocks.mapping import Mapping
 from telegrad.transport.device import regions
 from telegrad.transport.device.blocks import SLAB, Announcement, DeviceBlock, NoRoom
 from telegrad.transport.device.borrowing import DeviceBorrower, DeviceSegment
-from telegrad.transport.device.flags import Flags, Page, Promise, keep_promises
+from telegrad.transport.device.flags import Flags, Number, Page, Patience, Promise, keep_promises
 from telegrad.transport.device.lending import DeviceLender
 from tests.transport.noted_cuda import MEMORY, Noted, install
 from tests.waiting import wait_until
@@ -156,6 +156,22 @@ def test_numbers_count_in_a_circle(page: Page, cuda: Noted) -> None:
     number.set(2**32 + 5)
     assert number.has_reached(2**32 + 5) and number.has_reached(2**32 - 3)
     assert not number.has_reached(2**32 + 6)
+
+
+def test_what_was_late_twice_is_not_looked_for_long(page: Page, monkeypatch: pytest.MonkeyPatch, cuda: Noted) -> None:
+    looks: list[int] = []
+
+    def look(_: Number, value: int) -> bool:
+        looks.append(value)
+        return False
+
+    monkeypatch.setattr(Number, "will_soon_reach", look)
+    number, patience = Flags(page).take().written, Patience()
+    assert [patience.sees(number, value) for value in range(1, 41)] == [False] * 40
+    assert looks == [1, 2, 17, 33], "now and then"
+    number.set(41)
+    assert patience.sees(number, 41) and not patience.sees(number, 42)
+    assert looks[-1] == 42, "it was in time again"
 
 
 def test_what_a_dead_peer_promised_is_written_after_it_was_spoiled(page: Page, cuda: Noted) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from telegrad.transport.device.grants import Granted
 from telegrad.transport.device.in_place import InPlace
 from telegrad.transport.device.landing import FIRST_GRANT
 from telegrad.wire.block_notices import GrantDeviceMemory
-from telegrad.wire.messages import AnyMessage
+from telegrad.wire.frames import FrameKind
+from telegrad.wire.messages import AnyMessage, Ping
 from telegrad.wire.tensor.on_device import Form
 from telegrad.wire.tensor.segments import Segment
 from telegrad.wire.tensor.specs import TensorSpec
 from tests.transport.noted_cuda import Noted, install
+from tests.transport.test_connection import make_pair, receive
 from tests.waiting import wait_until
 
 FORM = Form(torch.float32, (25,), ())
@@ -283,6 +286,22 @@ def test_lies_about_grants_are_refused(ends: Ends, cuda: Noted) -> None:
         granted[0:99]
     with pytest.raises(ProtocolError, match="named place"):
         granted[50:150]
+
+
+def test_over_a_connection_a_region_is_known_before_the_grants_in_it(cuda: Noted) -> None:
+    a, b = make_pair()
+    with closing(a), closing(b):
+        here, there = a.memory._device_channel(), b.memory._device_channel()
+        here._can_open(0)
+        for connection, other in ((a, b), (b, a), (a, b)):
+            connection.send(FrameKind.NOTICE, 1, 0, Ping())
+            regions.exported.clear()  # as in another process
+            receive(other, 1)
+        here.landing.prepare(0, [FORM])
+        a.send(FrameKind.NOTICE, 2, 0, Ping())
+        regions.exported.clear()
+        receive(b, 1)
+        assert len(there.offers) == 1
 
 
 # --- read where they lie ---

@@ -115,6 +115,11 @@ def record_recv(
     note: Callable[[Context, RecvNode], None] = Context.add_recv,
 ) -> list[Tensor]:
     """Put the tensors that required grad at their sender behind a Recv."""
+    if len(tensors) == 1 and type(tensors[0]) is Tensor:  # the usual case
+        if tensors[0].requires_grad:
+            tensors, recv = attach_recv([_leaving_graph(tensors[0])], message_id, sender)
+            note(context, recv)
+        return tensors
     required = [*map(_requires_grad, tensors)]
     if True not in required:
         return tensors
@@ -126,7 +131,7 @@ def record_recv(
     attached, recv = attach_recv(behind, message_id, sender)
     note(context, recv)
     if False not in required:
-        return [*attached]
+        return attached
     left = iter(attached)
     return [next(left) if behind else tensor for tensor, behind in zip(tensors, required, strict=True)]
 
@@ -197,37 +202,23 @@ def serve_recorded(registry: Registry, request: Request) -> None:
     if _has_gradients(request.frame):
         # Before anything else can fail: its Send must hear from here, with or without a Recv.
         context.arrived(metadata.message_id, caller)
-    served = _Served(registry, context, caller, metadata.message_id)
     request.message = message.call
-    request.on_tensors, request.on_reply, request.scope = served.received, served.reply, served.scope
+    request.on_tensors = partial(record_recv, context, caller, metadata.message_id)
+    request.on_reply = partial(_record_reply, registry, context, caller)
+    request.scope = partial(within, context)
     request.session.serve_inner(request)
 
 
-class _Served(msgspec.Struct, eq=False):
-    """A recorded call that is being served: what its tensors and its reply add to the context it runs in."""
-
-    _registry: Registry
-    _context: Context
-    _caller: WorkerId
-    _message_id: MessageId
-
-    def received(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The call's tensors, behind a Recv."""
-        return record_recv(self._context, self._caller, self._message_id, tensors)
-
-    def reply(self, reply: AnyMessage, tensors: list[Tensor]) -> AnyMessage:
-        """The reply goes out: wrapped."""
-        context = self._context
-        if context.ended:
-            raise AutogradError(f"context {context.context_id} ended before a call in it had returned")
-        metadata = AutogradMetadata(context.context_id, _record_send(self._registry, context, self._caller, tensors))
-        others = context.participants
-        named = tuple(others) if len(others) > 1 else ()
-        return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
-
-    def scope(self) -> within:
-        """What the function runs in."""
-        return within(self._context)
+def _record_reply(
+    registry: Registry, context: Context, caller: WorkerId, reply: AnyMessage, tensors: list[Tensor]
+) -> AnyMessage:
+    """The reply of a recorded call goes out: wrapped."""
+    if context.ended:
+        raise AutogradError(f"context {context.context_id} ended before a call in it had returned")
+    metadata = AutogradMetadata(context.context_id, _record_send(registry, context, caller, tensors))
+    others = context.participants
+    named = tuple(others) if len(others) > 1 else ()
+    return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call
 
 
 def note_orphan(registry: Registry, frame: Frame, sender: WorkerId) -> None:

@@ -236,9 +236,7 @@ class RecvNode(msgspec.Struct, eq=False, weakref=True):
         return f"<RecvNode {self.message_id}: {self.count} tensors from worker {self.peer}>"
 
 
-def attach_recv(
-    tensors: Sequence[Tensor], message_id: MessageId, peer: WorkerId
-) -> tuple[tuple[Tensor, ...], RecvNode]:
+def attach_recv(tensors: Sequence[Tensor], message_id: MessageId, peer: WorkerId) -> tuple[list[Tensor], RecvNode]:
     """Put received tensors behind one Recv. Returns them, requiring grad and with their memory, and the Recv.
 
     `tensors` are those of the message that required grad where they came from, in its order, at least one. None of them
@@ -251,16 +249,14 @@ def attach_recv(
     else:
         with torch.inference_mode(False), torch.enable_grad():
             attached = _apply_recv(_anchor, message_id, peer, tensors)
-    return attached, RecvNode(message_id, peer, attached[0].grad_fn, len(tensors))
+    return [*attached], RecvNode(message_id, peer, attached[0].grad_fn, len(tensors))
 
 
-def _attach_nested(
-    tensors: Sequence[Tensor], message_id: MessageId, peer: WorkerId
-) -> tuple[tuple[Tensor, ...], RecvNode]:
+def _attach_nested(tensors: Sequence[Tensor], message_id: MessageId, peer: WorkerId) -> tuple[list[Tensor], RecvNode]:
     numbers = [tensor.values().detach() if tensor.is_nested else tensor for tensor in tensors]
     attached, recv = attach_recv(numbers, message_id, peer)
     pairs = zip(attached, tensors, strict=True)
-    return tuple([_nested_again(one, like) if like.is_nested else one for one, like in pairs]), recv
+    return [_nested_again(one, like) if like.is_nested else one for one, like in pairs], recv
 
 
 def _forward(

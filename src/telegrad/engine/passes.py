@@ -115,8 +115,11 @@ class Pass(LocalPass[MessageId]):
             found = context.snapshot(self.pass_id, self._late)
             sends: dict[MessageId, Any] = found.sends
             newcomers = context.participants - self.known
-            if newcomers:
-                self._spread(newcomers, found)
+            if newcomers:  # nobody else is known to tell them
+                self.known |= newcomers
+                self.to_invite = newcomers
+                if not newcomers <= {*map(_peer, found.recvs.values())}:
+                    self._invite_unheard(found)
             if found.orphans or found.alone:
                 self._settle(found)
             if roots is not None:
@@ -146,14 +149,12 @@ class Pass(LocalPass[MessageId]):
         for message_id, peer in found.orphans.items():
             self.service.tell(self, peer, message_id, None)
 
-    def _spread(self, newcomers: set[WorkerId], found: Snapshot) -> None:
-        """Bring in the participants that nobody else is known to tell. Some get a message of a Recv anyway."""
-        self.known |= newcomers
+    def _invite_unheard(self, found: Snapshot) -> None:
+        """Bring in the participants that will get no message of a Recv, either."""
         will_hear = {*map(_peer, found.recvs.values()), *found.orphans.values()}
-        self.to_invite = newcomers & will_hear
-        if len(self.to_invite) < len(newcomers):
-            for worker in newcomers - will_hear:
-                self.service.invite(self, worker)
+        for worker in self.to_invite - will_hear:
+            self.to_invite.discard(worker)
+            self.service.invite(self, worker)
 
     def _invite_rest(self) -> None:
         """What could run has run. A Recv that waits may wait for the very worker it would tell of the pass."""

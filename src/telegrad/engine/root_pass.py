@@ -181,7 +181,8 @@ class RootPass(Pass):
     # --- ending ---
 
     def _end(self) -> None:
-        Pass._end(self)
+        if self._to_answer:  # it has called itself
+            Pass._end(self)
         if self._news is not None:
             self._news.set()
 

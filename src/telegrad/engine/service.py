@@ -24,7 +24,7 @@ from telegrad.autograd.registry import Registry, registry_of
 from telegrad.cuda import order
 from telegrad.engine.gradients import take_present, to_send
 from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
-from telegrad.engine.passes import Carried, Pass
+from telegrad.engine.passes import MOST_NAMED, Carried, Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, ids_of
@@ -160,9 +160,12 @@ class PassService(Layer):
         """Give the peer of a Recv its gradients, or tell it that none will come."""
         present, tensors = to_send(gradients)
         metadata = AutogradMetadata(pass_.context.context_id, message_id)
-        message = PropagateGradients(metadata, pass_.pass_id, pass_.root, pass_.retain_graph, pass_.named(), present)
+        known = pass_.known
+        named = (*known,) if len(known) <= MOST_NAMED else pass_.named()
+        message = PropagateGradients(metadata, pass_.pass_id, pass_.root, pass_.retain_graph, named, present)
         pass_.to_invite.discard(worker)
-        pass_.ask(self._member(worker), message, Packed(b"", tensors))
+        member = self.agent.directory.by_id(worker) or self._member(worker)
+        pass_.ask(member, message, Packed(b"", tensors))
 
     def tell_too_late(self, pass_: Pass, worker: WorkerId, message_id: MessageId) -> None:
         """Tell the sender of a message that it has no part in a pass that had begun here before it came."""
@@ -322,7 +325,7 @@ class PassService(Layer):
         message = request.message
         assert type(message) is AbortPass
         context = self.registry.get(message.context_id)
-        self.agent.reply(request, Ack())  # a notice has none, but whoever sends it as a request is not left waiting
+        request.reply(Ack())  # a notice has none, but whoever sends it as a request is not left waiting
         if context is None:
             return
         pass_ = context.latest
@@ -365,7 +368,7 @@ class PassService(Layer):
         message = request.message
         assert type(message) is ParticipantDied
         context = self.registry.get(message.context_id)
-        self.agent.reply(request, Ack())
+        request.reply(Ack())
         if context is not None:
             context.touch((request.caller.worker_id,))
             self._spoil(context, message.dead, message.incarnation)

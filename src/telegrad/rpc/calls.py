@@ -302,7 +302,8 @@ def rpc_sync(
         >>> rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
         tensor([2., 2.])
     """
-    check_call(func, args, kwargs)
+    if kwargs is not None or not callable(func) or (args is not None and type(args) is not tuple):
+        check_call(func, args, kwargs)
     agent = running.agent or require_agent()
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = as_timeout(timeout)
@@ -391,7 +392,8 @@ def rpc_async(
         >>> [future.wait() for future in futures]
         [0, 1, 4]
     """
-    check_call(func, args, kwargs)
+    if kwargs is not None or not callable(func) or (args is not None and type(args) is not tuple):
+        check_call(func, args, kwargs)
     agent = running.agent or require_agent()
     link = link_to(agent, to)
     future: Future[Any] = Future(what=f"{name_of(func)}() on worker {link.member.name!r}")

@@ -33,6 +33,7 @@ from telegrad.wire.tensor.specs import TensorSpec
 log = logging.getLogger("telegrad.transport")
 
 SMALL_FRAME = 64 * 1024  # bytes up to which a message is one piece, and can share a write
+SMALL_PAYLOAD = 32 * 1024  # bytes up to which it usually is one, with the small tensors that may come along
 _HOLD_UP_TO = 64  # small frames that may wait for one write
 
 _first_side = threading.Lock()  # of any connection
@@ -180,12 +181,15 @@ class Connection:
 
     def _write_with_held(self, buffers: list[Any], deadline: float | None) -> None:
         """Under the lock: write, after what was held back and what is to be told about blocks."""
+        notices: list[bytes] = []
+        if self._released or self._retired or self.memory.devices is not None:
+            notices = [encode_prefix(NOTICE, 0, 0, notice) for notice in self.memory.notices()]
         held: list[bytes] = []
         while self.outbox:
             held.append(self.outbox.popleft())
-        if self._released or self._retired or self.memory.devices is not None:
-            # After what was held back: that may name a block which is free since it was encoded.
-            held += [encode_prefix(NOTICE, 0, 0, notice) for notice in self.memory.notices()]
+        # After what was held back: that may name a block which is free since it was encoded. And looked at before: they
+        # may name what has just been put there (`_tell`).
+        held += notices
         if held:
             is_one = len(buffers) == 1  # which is small, or nearly so
             buffers = [b"".join((*held, *buffers))] if is_one else [b"".join(held), *buffers]

@@ -1,7 +1,7 @@
 """The local half of a backward pass: which Sends have been heard, and what may run now.
 
     pass_.start(sends, recvs)    walk the graph; tell the Recvs that nothing reaches; run what may run
-    pass_.start_heard(...)       the same if a first Send has been heard, as it usually has
+    pass_.start_heard(...)       the same if a first Send has been heard, as it usually has: the short way
     pass_.hear(key, gradients)   once for each Send, from any thread, before or after `start`
     pass_.run()                  run what may run, in this thread; after each `hear`
     pass_.gradients              once `done`: the total for each leaf
@@ -93,45 +93,56 @@ class LocalPass(Generic[K]):
         """Whether every Recv has been told. The engine runs them last of all: they were the first to be made."""
         return not self._untold
 
-    def start(self, sends: Sends[K], recvs: dict[Node, RecvNode]) -> None:
-        """Walk the graph, tell the Recvs that nothing reaches, and run what may run. Takes over `recvs`."""
-        self._begin(self._make_graph(sends, self._tell, self.retain_graph), [], {**sends}, recvs)
-
     def start_heard(
         self, key: K, gradients: list[Tensor | None] | None, sends: dict[K, Entered], recvs: dict[Node, RecvNode]
     ) -> None:
-        """The same, when a first Send has been heard. Usually it is the only one that leads into a graph: all others
-        have tensors that are leaves. Then there is nothing to plan. Takes over `sends`, too."""
-        if gradients is not None and not any(map(_is_none, gradients)) and (first := sends.pop(key, None)) is not None:
-            if all(map(_enters_at_leaves, sends.values())):
-                graph = Graph(first.edges, self._tell, self.retain_graph)
-                roots: list[Root] = [*zip(first.edges, gradients, strict=True)]
-                gradients.clear()  # as in `_enter`
-                self._begin(graph, roots, sends, recvs)
-                return
-            sends[key] = first
-        self.hear(key, gradients)
-        self.start(sends, recvs)
+        """The usual start: gradients for a first Send have come, and no other leads into a graph, since their tensors
+        are leaves. So there is nothing to plan, and one call of the engine runs it. Takes over both tables."""
+        first = None if gradients is None or any(map(_is_none, gradients)) else sends.pop(key, None)
+        if first is None or gradients is None or not all(map(_enters_at_leaves, sends.values())):
+            if first is not None:
+                sends[key] = first
+            self.hear(key, gradients)
+            self.start(sends, recvs)
+            return
+        graph = Graph(first.edges, self._tell, self.retain_graph)
+        roots: list[Root] = [*zip(first.edges, gradients, strict=True)]
+        gradients.clear()  # as in `_enter`
+        self._untold = recvs
+        if not recvs.keys() <= graph.edges.keys():
+            self._tell_none([node for node in recvs if node not in graph.edges])
+        taken: Taken | None = ((_ALL_BUT_LEAVES if sends else _LAST), roots)
+        with self._lock:
+            if self.over:
+                return  # given up meanwhile
+            self._graph, self._unheard = graph, sends
+            self._running = self._inner_taken = True
+            if sends or self._early:
+                self._roots, self._at_leaves = [], []
+                if self._early or graph.leaves:
+                    self._roots, self._inner_taken = roots, False
+                    taken = self._enter_early(graph)
+        self._run(graph, taken)
 
-    def _begin(self, graph: Graph, roots: list[Root], unheard: dict[K, Entered], recvs: dict[Node, RecvNode]) -> None:
+    def start(self, sends: Sends[K], recvs: dict[Node, RecvNode]) -> None:
+        """Walk the graph, tell the Recvs that nothing reaches, and run what may run. Takes over `recvs`."""
+        graph = self._make_graph(sends, self._tell, self.retain_graph)
         self._untold = recvs
         if not recvs.keys() <= graph.edges.keys():
             self._tell_none([node for node in recvs if node not in graph.edges])
         with self._lock:
             if self.over:
-                return  # given up meanwhile
-            self._graph, self._unheard, self._roots, self._at_leaves = graph, unheard, [], []
-            if not roots or self._early or (unheard and graph.leaves):
-                self._roots = roots
-                for key, gradients in self._early:
-                    self._enter(key, gradients)
-                self._early = ()
-                taken = self._take(graph)
-            else:
-                self._running = self._inner_taken = True
-                taken = (_ALL_BUT_LEAVES if unheard else _LAST), roots
-        if taken is not None:
-            self._run(graph, taken)
+                return
+            self._graph, self._unheard, self._roots, self._at_leaves = graph, {**sends}, [], []
+            taken = self._enter_early(graph)
+        self._run(graph, taken)
+
+    def _enter_early(self, graph: Graph) -> Taken | None:
+        """Under the lock: with what was heard before the start, what may run first?"""
+        for key, gradients in self._early:
+            self._enter(key, gradients)
+        self._early = ()
+        return self._take(graph)
 
     def _make_plan(self, graph: Graph) -> "Apart[K, Node] | Plan[K, Node]":
         """Which part of the graph may run now: asked only while a Send has not been heard."""
@@ -161,14 +172,15 @@ class LocalPass(Generic[K]):
         if gradients is None:
             self._some_dead = True
         else:
-            if len(gradients) != len(edges := send.edges):
-                raise GradientMismatch(f"{key!r} has {len(edges)} tensors, not {len(gradients)}; no gradient was used")
-            roots = self._at_leaves if send.at_leaves else self._roots
+            try:
+                entering = [*zip(send.edges, gradients, strict=True)]
+            except ValueError:
+                counts = f"{len(send.edges)} tensors, not {len(gradients)}"
+                raise GradientMismatch(f"{key!r} has {counts}; no gradient was used") from None
             if any(map(_is_none, gradients)):
                 self._some_dead = True
-                roots += [root for root in zip(edges, gradients, strict=True) if root[1] is not None]
-            else:
-                roots += zip(edges, gradients, strict=True)
+                entering = [root for root in entering if root[1] is not None]
+            (self._at_leaves if send.at_leaves else self._roots).extend(entering)
             if type(gradients) is list:
                 gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
         del self._unheard[key]

@@ -119,7 +119,10 @@ class Connecting:
         for number, notice in list(self._notices):
             connection.send(NOTICE, number, 0, notice, deadline=deadline)
         for slot in self.pending.snapshot():
-            connection.send(REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
+            if (
+                slot.request_id in self.pending.slots
+            ):  # else its time was up meanwhile, and its tensors may have changed
+                connection.send(REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
         # Layers above want to hear of replies that come too late. Under the number of a request that was taken this is
         # no new one: its reply comes again. One that was lost is answered as what this is.
         for request_id in self.pending.overdue():

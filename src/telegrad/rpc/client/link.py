@@ -26,7 +26,7 @@ from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.wire.codec import Packed
-from telegrad.wire.frames import NOTICE, REQUEST
+from telegrad.wire.frames import NOTICE, REQUEST, encode_whole
 from telegrad.wire.messages import AnyMessage, CancelCall, Ping
 from telegrad.wire.tensor.small import describe_small
 from telegrad.wire.tensor.tensors import describe
@@ -164,7 +164,7 @@ class Link(Connecting):
             log.debug("a notice to %s was not delivered: %s", self.member.name, message)
             return
         try:
-            connection.send(NOTICE, number, 0, message, hold=True)
+            connection.send_encoded(encode_whole(NOTICE, number, 0, message), hold=True)
             if lazy:
                 self.runtime.delayed_flush.within(LAZY, connection)
             else:

@@ -81,7 +81,7 @@ class ReplyReader:
                 if reads:
                     self._read_until_done(slot)
                 else:
-                    self._sleep_until_woken(slot)
+                    self._sleep_until_woken(slot, slot.deadline)
                 if not slot.done and slot.deadline <= time.monotonic():
                     self._time_out(slot)
         except BaseException:  # an interrupt: nobody waits for the reply any more
@@ -118,8 +118,12 @@ class ReplyReader:
         return not slot.done
 
     def _time_out(self, slot: Slot) -> None:
-        if self._pending.give_up(slot.request_id) is None:
-            return  # it is being completed by another thread this very moment
+        if self._pending.give_up(slot.request_id) is None:  # another thread is about to complete it, as late or not
+            with self._lock:
+                sleeps = self._queue(slot)
+            if sleeps:
+                self._sleep_until_woken(slot, FOREVER)
+            return
         slot.done = True
         with self._lock:
             if self.state is IDLE:  # the reading may have been passed to this thread as it woke by itself
@@ -140,8 +144,8 @@ class ReplyReader:
             if self.state is IDLE:  # the reading may have been passed to this thread
                 self._pass_on()
 
-    def _sleep_until_woken(self, slot: Slot) -> None:
-        left = -1.0 if slot.deadline == FOREVER else max(0.0, slot.deadline - time.monotonic())
+    def _sleep_until_woken(self, slot: Slot, until: float) -> None:
+        left = -1.0 if until == FOREVER else max(0.0, until - time.monotonic())
         with blocking():
             woken = _acquire(slot.wake, left)
         if woken and slot.done:

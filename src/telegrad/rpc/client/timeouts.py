@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from telegrad.errors import RpcTimeout
-from telegrad.rpc.client.pending import FOREVER, Slot
+from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.workers import Member
 
@@ -106,7 +106,6 @@ class LateCalls:
         work = []
         for slot in slots:
             if _can_ask(self._link, slot):
-                slot.deadline = FOREVER  # whoever comes to wait for one now is woken when it ends, in a moment
                 work.append(slot)
             else:
                 self._end(slot, ask=False)

@@ -20,7 +20,7 @@ from telegrad.rpc.server.cancellation import Cancellations
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.yield_turn import Turn, local
 from telegrad.rpc.workers import Member
-from telegrad.transport.connection import Connection
+from telegrad.transport.connection import SMALL_PAYLOAD, Connection
 from telegrad.wire.frames import NOTICE, Frame, encode_whole
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.tensor.specs import TensorSpec
@@ -31,7 +31,6 @@ log = logging.getLogger("telegrad.rpc")
 # bounds the others, coroutines and functions that return futures, and what they hold.
 MOST_RUNNING = 4096
 _LOOK_SECONDS = 0.001
-_SMALL_PAYLOAD = 32 * 1024  # with the tensors that may come along, this is a small frame in any case
 
 
 class Answers:
@@ -87,8 +86,9 @@ class Answers:
         """Answer a request: a message, and what goes with it. A lazy answer, one that nobody is waiting for, goes with
         the next one."""
         requests = self.requests
-        reply: Reply
-        if type(memory) is bytes and len(payload) < _SMALL_PAYLOAD:
+        reply: Any  # a `Reply`
+        is_small = type(memory) is bytes and len(payload) < SMALL_PAYLOAD
+        if is_small:
             reply = encode_whole(kind, request_id, 0, message, payload, tensors, memory)
         else:
             reply = (kind, request_id, message, payload, tensors, memory)
@@ -97,10 +97,10 @@ class Answers:
             trace.recorder.replied(self, request_id, kind, (message, payload, tensors, memory))
         connection = self.connection
         try:
-            if lazy or self._inbox or self.plain or connection is None or type(reply) is not bytes:
-                self._send(reply, lazy)
-            else:
+            if is_small and connection is not None and not (lazy or self._inbox or self.plain):
                 connection.send_encoded(reply)
+            else:
+                self._send(reply, lazy)
         except (OSError, ValueError):
             log.debug("a reply to %s waits for its next connection", self.member.name)
         finally:

@@ -15,7 +15,9 @@ from telegrad.cuda import order
 from telegrad.rpc.threads.yield_turn import local
 
 LIMIT = 400e-6  # longer waits are slept through: the cost of waking is then a small part
-_LIMIT_WITH_GPU = 1500e-6  # calls of CUDA take a few times as long as those of the host, and longer after a sleep
+_LIMIT_WITH_GPU = (
+    4e-3  # steps with CUDA tensors take a few times as long as those of the host, and longer after a sleep
+)
 _MARGIN = 20e-6
 _PROBE_EVERY = 32
 _ANOTHER_RAN = 200e-6  # a look that takes so long has let another process run: there are more of them than cores

@@ -18,7 +18,7 @@ from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.blocks.mapping import MAX_BLOCK
 from telegrad.transport.device.blocks import FIRST_NUMBER, USE_BITS, USES, Announcement
-from telegrad.transport.device.flags import Promise, keep_promises
+from telegrad.transport.device.flags import Patience, Promise, keep_promises
 from telegrad.transport.device.in_place import fence
 from telegrad.transport.device.leftovers import close_later
 from telegrad.transport.device.regions import MOST_NUMBERS, PLACE_BITS, PLACES, Opened, open_memory
@@ -63,6 +63,7 @@ class DeviceBorrower:
     def __init__(self, expect: Callable[[int, Sequence[Form]], None]) -> None:
         """`expect` is told of which forms tensors came, on which device."""
         self.expect = expect
+        self.patience = Patience()
         self._blocks: dict[int, BorrowedBlock | str] = {}  # a text: why it could not be opened
         self._regions: dict[int, Opened | str] = {}  # memory of its allocator, by the number it has there
         self._in_use: set[int] = set()
@@ -240,7 +241,7 @@ class Loan:
         stream = order.current_stream(block.device)
         if self._in_place:
             self._begin_in_place(block)
-        elif not block.flag.written.will_soon_reach(block.uses):
+        elif not self._borrower.patience.sees(block.flag.written, block.uses):
             runtime().wait_value(stream, block.flag.written.on_device, block.uses)
         pieces = [Piece(block.address + s.offset, at, s.nbytes) for s, at in zip(segments, targets, strict=True)]
         copy_and_tell(block.device, stream, pieces, block.flag.read.on_device, block.uses, block.counter)

@@ -24,6 +24,8 @@ log = logging.getLogger("telegrad.transport")
 
 _FLAG_BYTES = 16  # four numbers
 _SOON_SECONDS = 50e-6
+_ENOUGH = 2  # numbers that were looked for in vain, after which that is done now and then only
+_TRY_EVERY = 16
 _LOOK_SECONDS = 0.02
 _GRACE_SECONDS = 0.5  # for what a process that has ended had begun on the GPU
 
@@ -63,6 +65,27 @@ class Number:
     def set(self, value: int) -> None:
         """Write it, as a stream would have."""
         self._here.value = value & 0xFFFFFFFF
+
+
+class Patience:
+    """Looks for numbers a while, unless that was in vain before: what a peer computes for long is not there soon."""
+
+    __slots__ = ("_missed",)
+
+    def __init__(self) -> None:
+        self._missed = 0  # numbers in a row
+
+    def sees(self, number: Number, value: int) -> bool:
+        """Whether a number is that large, now or soon; if not, a stream has to wait for it."""
+        if number.has_reached(value):
+            self._missed = 0
+            return True
+        missed = self._missed
+        if (missed < _ENOUGH or missed % _TRY_EVERY == 0) and number.will_soon_reach(value):
+            self._missed = 0
+            return True
+        self._missed = missed + 1
+        return False
 
 
 class Flag(NamedTuple):

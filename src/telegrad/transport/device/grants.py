@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from telegrad.cuda import order
 from telegrad.cuda.runtime import runtime
 from telegrad.errors import ProtocolError
-from telegrad.transport.device.flags import Flag
+from telegrad.transport.device.flags import Flag, Patience
 from telegrad.transport.device.regions import PLACES, Region
 from telegrad.wire.tensor.on_device import Form
 from telegrad.wire.tensor.segments import contiguous_strides
@@ -85,6 +85,8 @@ class Late(NamedTuple):
 class Lands(Protocol):
     """Where granted memory comes from."""
 
+    patience: Patience
+
     def place(self, number: int) -> Place:
         """A place that the peer named."""
 
@@ -139,7 +141,7 @@ class Granted:
         grant = self._grant
         stream = order.current_stream(grant.device)
         teller, use = self._teller, self._use
-        if teller.waited != (use, stream) and not teller.flag.written.will_soon_reach(use):
+        if teller.waited != (use, stream) and not self._landing.patience.sees(teller.flag.written, use):
             runtime().wait_value(stream, teller.flag.written.on_device, use)
             teller.waited = use, stream
         if form == grant.form:

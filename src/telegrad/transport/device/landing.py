@@ -25,7 +25,7 @@ from telegrad.cuda import order
 from telegrad.cuda.runtime import CudaError, runtime
 from telegrad.errors import ProtocolError
 from telegrad.transport.device.blocks import budget
-from telegrad.transport.device.flags import Flags, Promise, keep_promises
+from telegrad.transport.device.flags import Flags, Patience, Promise, keep_promises
 from telegrad.transport.device.grants import Grant, Granted, Late, Place
 from telegrad.transport.device.leftovers import close_later
 from telegrad.transport.device.regions import Region, regions
@@ -49,6 +49,7 @@ class Landing:
         """`flags` makes those of this connection, when the first grant is made."""
         self._make_flags = flags
         self._flags: Flags | None = None
+        self.patience = Patience()
         self._lock = threading.Lock()
         self._places: list[Place] = []
         self._free: list[Place] = []
