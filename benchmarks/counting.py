@@ -11,13 +11,19 @@ from collections.abc import Callable, Sequence
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
+from telegrad.rpc.client import link
 from telegrad.rpc.job.rendezvous.store_client import Prefixed
 from telegrad.rpc.server import answers
 from telegrad.transport import connection
 
 KINDS = ("messages", "bytes", "store requests", "bytes out of the store")
 _MESSAGES, _BYTES, _REQUESTS, _OUT = range(len(KINDS))
-_ENCODERS = ((connection, "encode_whole"), (connection, "encode_prefix"), (answers, "encode_whole"))
+_ENCODERS = (
+    (connection, "encode_whole"),
+    (connection, "encode_prefix"),
+    (answers, "encode_whole"),
+    (link, "encode_whole"),
+)
 
 
 class Counts:
@@ -38,7 +44,7 @@ class Counts:
 
 
 def count_here(counts: Counts, row: int) -> None:
-    """Count from now on what this process sends and asks."""
+    """Count from now on what this process sends and asks. Call it before the first agent is made."""
 
     def wrapped(function: Any, note: Callable[[Any, Sequence[Any]], None]) -> Any:
         def counting(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.autograd.attach import install, record_call
+from telegrad.autograd.attach import AutogradLayer, install, record_call
 from telegrad.autograd.context import Context, add_gradients
 from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry, current, within
@@ -210,7 +210,7 @@ CALL = PythonCall(0, b"")
 
 
 def test_a_call_in_a_context_is_wrapped_even_without_tensors() -> None:
-    registry = Registry(make_agent())
+    registry = AutogradLayer(make_agent())
     context = registry.open()
     with within(context):
         wrapped = record_call(registry, PEER, CALL, [torch.ones(2)])
@@ -223,7 +223,7 @@ def test_a_call_in_a_context_is_wrapped_even_without_tensors() -> None:
 
 
 def test_a_send_counts_the_tensors_that_require_grad() -> None:
-    registry = Registry(make_agent())
+    registry = AutogradLayer(make_agent())
     context = registry.open()
     x = torch.ones(2, requires_grad=True)
     with within(context):
@@ -233,7 +233,7 @@ def test_a_send_counts_the_tensors_that_require_grad() -> None:
 
 
 def test_only_calls_of_a_user_are_recorded() -> None:
-    registry = Registry(make_agent())
+    registry = AutogradLayer(make_agent())
     with within(registry.open()):
         assert record_call(registry, PEER, Ping(), []) is None
     assert current.get() is None
@@ -241,7 +241,7 @@ def test_only_calls_of_a_user_are_recorded() -> None:
 
 
 def test_a_call_that_cannot_be_sent_leaves_its_send_alone() -> None:
-    registry = Registry(make_agent())
+    registry = AutogradLayer(make_agent())
     context = registry.open()
     with within(context):
         wrapped = record_call(registry, PEER, CALL, [torch.ones(2, requires_grad=True)])
@@ -251,7 +251,7 @@ def test_a_call_that_cannot_be_sent_leaves_its_send_alone() -> None:
 
 
 def test_strictness_ends_with_its_context() -> None:
-    registry = Registry(make_agent())
+    registry = AutogradLayer(make_agent())
     x = torch.ones(2, requires_grad=True)
     context = registry.open(strict=True)
     with pytest.raises(AutogradError, match=f"strict context {context.context_id} is open: its gradient would be lost"):

@@ -96,7 +96,8 @@ def _end(status: int) -> None:
 
 
 def _end_with_owner(line: socket.socket) -> None:
-    line.recv(1)  # the owner sends nothing more: this returns when it closes its end
+    with contextlib.suppress(OSError):  # it may close without having read what was sent to it
+        line.recv(1)  # it sends nothing more: this returns when it closes its end
     _flush()
     os._exit(0)
 

@@ -127,6 +127,7 @@ class Graph:
             for edge, _ in at_leaves:
                 if (leaf := getattr(edge[0], "variable", None)) is not None:
                     leaves[edge[0]] = leaf
+            del _  # a leaf takes a gradient that nobody else holds
             roots += at_leaves
             at_leaves.clear()
         if not leaves:

@@ -23,6 +23,7 @@ from telegrad.rpc.threads.interrupts import interruptible
 from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.transport.connection import Connection
+from telegrad.transport.stream import SocketStream
 
 IDLE, ARMED, READING = "idle", "armed", "reading"
 BURST_CALLS = 16  # calls in flight from which on small ones may wait a moment to share a write
@@ -247,6 +248,10 @@ class ReplyReader:
                     # The event that woke the I/O threads is spent: have the kernel tell of the worker's end again.
                     self._io_threads.disarm(connection.stream.fileno())
             self._completion.by_io_thread(read)
+
+
+# Where a caller reads in person it waits here; the reading is passed on whatever comes of it.
+interruptible(SocketStream.readable)
 
 
 @interruptible
