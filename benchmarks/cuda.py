@@ -23,6 +23,7 @@ MB = 2**20
 _SECONDS = 1.5  # for each case
 _MOST_STEPS = 400
 _REPEATS = 2
+DIRECT = "telegrad_direct"  # with the option `cuda_direct`
 
 
 class Case(NamedTuple):
@@ -110,10 +111,10 @@ class _Api(NamedTuple):
 
 
 def _api(name: str, over_tcp: bool) -> _Api:
-    if name == "telegrad":
+    if name.startswith("telegrad"):
         from telegrad import autograd, rpc
 
-        ways: dict[str, Any] = {"transports": ("tcp",)} if over_tcp else {}
+        ways: dict[str, Any] = {"transports": ("tcp",)} if over_tcp else {"cuda_direct": name == DIRECT}
         return _Api(rpc, autograd, lambda **given: rpc.RpcBackendOptions(**given, **ways))
     import torch.distributed.autograd as torch_autograd
     from torch.distributed import rpc as torch_rpc
@@ -206,13 +207,15 @@ def _shown(seconds: float | None) -> str:
 def show(best: dict[str, dict[str, float]]) -> None:
     """Print the table."""
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, two processes, one GPU")
-    print("| case | torch | Telegrad | ratio | bar | aim |\n| --- | --- | --- | --- | --- | --- |")
+    print("| case | torch | Telegrad | ratio | `cuda_direct` | ratio | bar | aim |" + "\n|" + " --- |" * 8)
     for case in CASES:
         if case.key in best:
-            torchs, ours = best[case.key].get("torch"), best[case.key].get("telegrad")
-            ratio = f"{torchs / ours:.1f}x" if torchs and ours else "-"
-            bar, aim = [f"{times:g}x" if times else "-" for times in (case.bar, case.aim)]
-            print(f"| {case.title} | {_shown(torchs)} | {_shown(ours)} | {ratio} | {bar} | {aim} |")
+            torchs = best[case.key].get("torch")
+            cells = [case.title, _shown(torchs)]
+            for ours in (best[case.key].get(name) for name in ("telegrad", DIRECT)):
+                cells += [_shown(ours), f"{torchs / ours:.1f}x" if torchs and ours else "-"]
+            cells += [f"{times:g}x" if times else "-" for times in (case.bar, case.aim)]
+            print(f"| {' | '.join(cells)} |")
 
 
 def main(implementations: list[str], keys: list[str] | None = None) -> dict[str, dict[str, float]]:
@@ -227,7 +230,7 @@ def main(implementations: list[str], keys: list[str] | None = None) -> dict[str,
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--impl", type=lambda text: text.split(","), default=["torch", "telegrad"])
+    parser.add_argument("--impl", type=lambda text: text.split(","), default=["torch", "telegrad", DIRECT])
     parser.add_argument("--only", type=lambda text: text.split(","))
     parsed = parser.parse_args()
     main(parsed.impl, parsed.only)

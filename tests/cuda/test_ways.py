@@ -5,6 +5,7 @@ What each way must not do is tried with long kernels: be read too late, be writt
 
 import gc
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,11 +16,18 @@ from telegrad.cuda.runtime import Runtime
 from telegrad.errors import RpcTimeout
 from telegrad.rpc.current import require_agent
 from telegrad.transport.device import channel as channels
-from tests.cluster import Cluster
+from tests.cluster import Cluster, cluster
 from tests.cuda.helpers import LONG, add, channel_to, echo, warm
 from tests.waiting import wait_until
 
 SIZE = 2**18
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Cluster]:
+    """Two workers that may do without blocks."""
+    with cluster(2, cuda_direct=True) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ from torch import Tensor
 A = TypeVar("A")
 
 active = False  # whether a CUDA tensor was ever sent or received here, or a device map names a CUDA device
+direct = False  # whether tensors may go between processes without a block: the option `cuda_direct`
 
 _lock = threading.Lock()
 _devices: list[int] = []  # those in use, by index
@@ -304,7 +305,7 @@ def asking(waits: bool) -> list[Any] | None:
     """This thread is about to ask something of another worker. A list, for those of its tensors that may stay where
     they are, if it waits for the answer (`transport/device/in_place.py`)."""
     finish_reading()
-    return [] if waits else None
+    return [] if waits and direct else None
 
 
 def finish_reading() -> None:

@@ -45,6 +45,7 @@ class Placement:
         if self._maps:
             order.activate()
         budget.share = options.cuda_memory_share
+        order.direct = options.cuda_direct
 
     def apply(
         self, peer: Member, tensors: Sequence[Tensor], specs: list[TensorSpec], memory: Memory, reply: bool = False

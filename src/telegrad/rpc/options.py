@@ -60,6 +60,10 @@ class RpcBackendOptions:
             has; 1 to use one.
         cuda_memory_share: the share of each GPU's memory that blocks for messages between workers on one host may take;
             beyond it messages go through host memory. Idle blocks are given back. 0 for none.
+        cuda_direct: let workers on one GPU read each other's arguments where they lie, and write results to where they
+            stay, instead of copying through blocks: a small call then takes two thirds of the time. Off by default,
+            while it is new: torch may free memory that the other process has open, which CUDA does not promise to
+            allow.
         max_message_bytes: a larger message is refused before memory is taken for it; others are told, and do not send
             it. Tensors in shared memory do not count: they are in the sender's. By default 64 GiB, and 1 GiB with
             `exports_only`, where tensors count as if they were written out.
@@ -96,6 +100,7 @@ class RpcBackendOptions:
         heartbeat: float = 1.0,
         max_message_bytes: int | None = None,
         cuda_memory_share: float = 0.1,
+        cuda_direct: bool = False,
         tcp_connections: int | None = None,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
@@ -143,6 +148,7 @@ class RpcBackendOptions:
         self.heartbeat = float(heartbeat)
         self.max_message_bytes = max_message_bytes
         self.cuda_memory_share = float(cuda_memory_share)
+        self.cuda_direct = cuda_direct
         self.tcp_connections = tcp_connections
         # Names of torch's transports and channels: accepted so that programs run, without effect here.
         self._transports = _transports

@@ -1,6 +1,6 @@
 """Device memory on one connection: which tensors of a message stay on the GPU, and what the peers say about it.
 
-There are three ways for them, the first that can be gone is taken:
+There are three ways for them, the first two with the option `cuda_direct`; the first that can be gone is taken:
 - The peer reads them where they lie: the caller waits for the answer, and its stream is idle (`in_place.py`).
 - This process writes them to where they stay, memory that the peer has granted for that (`landing.py`, `offers.py`).
 - Through a block: this process copies them into it, the peer copies them out (`blocks.py`).
@@ -269,7 +269,7 @@ class DeviceChannel:
 
     def _expect(self, device: int, forms: Sequence[Form]) -> None:
         """Tensors came through a block: have memory for the next ones, if the peer can open it."""
-        if self._regions_open and self._can_open(device):
+        if order.direct and self._regions_open and self._can_open(device):
             self.landing.expect(device, forms)
 
     def heard(self, message: AnyMessage) -> None:
