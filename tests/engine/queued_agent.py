@@ -115,6 +115,14 @@ class QueuedAgent:
     def notify(self, member: Member, message: AnyMessage, lazy: bool = False) -> None:
         self._post.put("request", self, member, (message, [], None))
 
+    def standing(self, worker: WorkerId) -> Any:
+        return None
+
+    def mention(self, worker: WorkerId, message: AnyMessage) -> None:
+        member = self.directory.by_id(worker)
+        if member is not None and not self.is_dead(member):
+            self.notify(member, message)
+
     def answer(self, request: QueuedRequest, content: tuple[Any, ...]) -> None:
         if request.slot is not None:
             assert not request.answered, f"{request.message} was answered twice"

@@ -64,6 +64,7 @@ def _nested_again(numbers: Any, like: Any) -> Tensor:
 
 
 _meta: Callable[[Tensor], tuple[torch.Size, torch.dtype, torch.device]] = attrgetter("shape", "dtype", "device")
+_following: Callable[[GradientEdge], tuple[Any, ...]] = attrgetter("node.next_functions")
 
 
 class SendNode:
@@ -84,11 +85,8 @@ class SendNode:
             self.metas = [*map(_meta, tensors)]
         # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
         self.edges = [*map(edge_of, tensors)]
-        self.at_leaves = True  # whether all its tensors are leaves: then its gradients enter no graph
-        for edge in self.edges:
-            if edge[0].next_functions:
-                self.at_leaves = False
-                break
+        # Whether all its tensors are leaves: then its gradients enter no graph.
+        self.at_leaves = not any(map(_following, self.edges))
 
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""

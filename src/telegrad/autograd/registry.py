@@ -6,7 +6,7 @@ user starts begins outside any.
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from telegrad.autograd.context import Context
@@ -45,7 +45,7 @@ class Registry(ContextHolder):
     `_ended` before taking it out of `_contexts`, and who begins it looks at `_ended` after putting it there.
     """
 
-    engine: ContextEngine | None = None  # what runs passes; it puts itself here
+    engine: ContextEngine | None = None
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -58,6 +58,13 @@ class Registry(ContextHolder):
         self._strict: dict[ContextId, None] = {}  # those that are strict
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
         self._ended: dict[ContextId, None] = {}
+        # End a context of this worker's own, on all workers it reached: what that takes, the engine knows.
+        self.end_everywhere: Callable[[ContextId], object] = self.end
+
+    def take_engine(self, engine: ContextEngine) -> None:
+        """What runs passes puts itself here."""
+        self.engine = engine
+        self.end_everywhere = engine.end_everywhere
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -140,10 +147,6 @@ class Registry(ContextHolder):
         with self._lock:
             for context_id in [*self._ended][: _ENDED_MEMORY // 8]:
                 self._ended.pop(context_id, None)
-
-    def end_everywhere(self, context_id: ContextId) -> None:
-        """End a context of this worker's own, on all workers it reached."""
-        (self.end if self.engine is None else self.engine.end_everywhere)(context_id)
 
     def participant_lost(self, member: Member) -> None:
         """A worker that is known to be dead turns out to have a part in a context here."""

@@ -39,7 +39,7 @@ class EngineLayer(PassService, ContextEngine, RecordedPasses, BackwardRunner):
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
-        self.registry.engine = self
+        self.registry.take_engine(self)
 
     def messages(self) -> Mapping[type[Any], Served]:
         """Passes and their ends, the ends of contexts, and passes that begin at a reference."""

@@ -135,6 +135,10 @@ def backward_async(
 
 def as_roots(context: Context, roots: Sequence[Any], grad_tensors: Sequence[Tensor | None] | None) -> Roots:
     """Where the pass starts, and from what."""
+    if type(roots) is list and grad_tensors is None and len(roots) == 1:
+        loss = roots[0]
+        if type(loss) is Tensor and loss.requires_grad and loss.numel() == 1:  # as nearly always
+            return Roots([edge_of(loss)], [torch.ones_like(loss)])
     if type(roots) is not list and (isinstance(roots, Tensor) or not isinstance(roots, Sequence)):
         raise TypeError(
             "incompatible function arguments: roots must be a list of tensors or references, "

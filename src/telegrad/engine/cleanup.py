@@ -21,9 +21,7 @@ def end_context(service: PassService, context_id: ContextId, told: tuple[WorkerI
     known = (*told, *newcomers, here)
     message = CleanupAutogradContext(context_id, known if len(known) <= MOST_NAMED else (here,))
     for worker in newcomers:
-        member = agent.directory.by_id(worker)
-        if member is not None and not agent.is_dead(member):
-            agent.link(member).notify(message, True)
+        agent.mention(worker, message)
 
 
 def serve_cleanup(service: PassService, request: Request) -> None:

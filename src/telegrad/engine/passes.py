@@ -23,9 +23,9 @@ from telegrad.autograd.functions import Gradients, RecvNode, SendNode
 from telegrad.engine.local.local_pass import LocalPass
 from telegrad.errors import AutogradError, WorkerDied
 from telegrad.ids import MessageId, PassId, WorkerId
+from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.request import Request
-from telegrad.rpc.workers import Member
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage
 
@@ -222,7 +222,7 @@ class Pass(LocalPass[MessageId]):
         # Not by `nbytes`, which a sparse gradient does not have.
         return not self._untold or sum(g.numel() * g.itemsize for g in gradients or () if g is not None) <= _FEW_BYTES
 
-    def ask(self, member: Member, message: AnyMessage, packed: Packed) -> None:
+    def ask(self, link: Link, message: AnyMessage, packed: Packed) -> None:
         """Send a request of this pass; its reply says that the message was taken."""
         agent = self.service.agent
 
@@ -232,7 +232,7 @@ class Pass(LocalPass[MessageId]):
             except Exception as error:
                 self.service.refused(self, error)
 
-        agent.send(member, message, packed, timeout=0.0, what=self.what, complete=taken)
+        link.send(message, packed, timeout=0.0, what=self.what, complete=taken)
 
     def named(self) -> tuple[WorkerId, ...]:
         """Workers that know of this pass, for a message about it: who hears of it need not tell them. Of many only the

@@ -14,6 +14,7 @@ from telegrad.engine.gradients import take_present
 from telegrad.engine.passes import Pass
 from telegrad.errors import AutogradError, RpcTimeout, TelegradError
 from telegrad.ids import PassId, WorkerId
+from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.threads.wakeup import Wakeup
 from telegrad.rpc.threads.yield_turn import blocking
@@ -59,13 +60,11 @@ class RootPass(Pass):
 
     # --- asking, and what comes back ---
 
-    def ask(self, member: Member, message: AnyMessage, packed: Packed) -> None:
-        """Send a request that is answered when `member` is done."""
+    def ask(self, link: Link, message: AnyMessage, packed: Packed) -> None:
+        """Send a request that is answered when the worker is done."""
         self._open.append(None)
         try:
-            slot = self.service.agent.link(member).send(
-                message, packed, timeout=0.0, what=self.what, complete=self._take_answer, attended=True
-            )
+            slot = link.send(message, packed, timeout=0.0, what=self.what, complete=self._take_answer, attended=True)
         except BaseException:
             self._open.pop()
             raise
@@ -157,7 +156,8 @@ class RootPass(Pass):
                             other.link.expect()
             slot.deadline = self._deadline
             slot.wait()
-            self._take_answer(slot)
+            if slot.complete is not None:  # else it was taken as it came
+                self._take_answer(slot)
 
     def _sleep(self) -> None:
         if self._news is None:  # whoever settles something from here on sets it; the caller looks again before it waits

@@ -29,6 +29,7 @@ from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import ContextId, MessageId, PassId, WorkerId, ids_of
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.remote_errors import text_for_stranger, with_notes
@@ -164,8 +165,7 @@ class PassService(Layer):
         named = (*known,) if len(known) <= MOST_NAMED else pass_.named()
         message = PropagateGradients(metadata, pass_.pass_id, pass_.root, pass_.retain_graph, named, present)
         pass_.to_invite.discard(worker)
-        member = self.agent.directory.by_id(worker) or self._member(worker)
-        pass_.ask(member, message, Packed(b"", tensors))
+        pass_.ask(self.agent.standing(worker) or self._link(worker), message, Packed(b"", tensors))
 
     def tell_too_late(self, pass_: Pass, worker: WorkerId, message_id: MessageId) -> None:
         """Tell the sender of a message that it has no part in a pass that had begun here before it came."""
@@ -176,7 +176,7 @@ class PassService(Layer):
 
     def _request(self, pass_: Pass, worker: WorkerId, message: AnyMessage, packed: Packed) -> None:
         pass_.to_invite.discard(worker)
-        pass_.ask(self._member(worker), message, packed)
+        pass_.ask(self._link(worker), message, packed)
 
     def refused(self, pass_: Pass, error: Exception) -> None:
         """Another worker did not take what it was told. If this one is done already, the root has to be told so."""
@@ -190,6 +190,9 @@ class PassService(Layer):
         dead, incarnation = (error.worker, error.incarnation) if isinstance(error, WorkerDied) else ("", 0)
         text = (text_for_stranger if self.agent.layers.plain else with_notes)(error)[:_MOST_TEXT]
         return AbortPass(pass_.context.context_id, pass_.pass_id, self.agent.info.name, text, dead, incarnation)
+
+    def _link(self, worker: WorkerId) -> Link:
+        return self.agent.link(self._member(worker))
 
     def _member(self, worker: WorkerId) -> Member:
         member = self.agent.directory.by_id(worker)

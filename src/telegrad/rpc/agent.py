@@ -77,6 +77,7 @@ class Agent:
         self.idle_memory = IdleMemory(runtime, peers)
         # Bound, so that no call pays for a step in between.
         self.find, self.link = peers.find, peers.link
+        self.standing, self.mention = peers.standing, peers.mention
         self.lost, self.unanswered = peers.lost, peers.unanswered
         self.is_dead: Callable[[Member], bool] = peers.is_dead
         self.link_lost, self.session_lost = self.heartbeat.link_lost, self.heartbeat.session_lost

@@ -302,14 +302,8 @@ class LocalPass(Generic[K]):
             if self.over:
                 return
             raise self._unexpected(node)
-        if gradients is not None:
-            for gradient in gradients:
-                if gradient is not None:
-                    break
-            else:
-                gradients = None
         if not self.over:
-            self.deliver(recv, gradients)
+            self.deliver(recv, None if gradients is None or all(map(_is_none, gradients)) else gradients)
 
     def _tell_unreached(self, batch: Batch[Node], roots: list[Root]) -> None:
         """The Recvs of a batch that no gradient will reach."""

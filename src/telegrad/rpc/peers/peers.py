@@ -21,6 +21,7 @@ from telegrad.rpc.server.session import Session, SessionEvents
 from telegrad.rpc.workers import Directory, Member, WorkerInfo
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello
+from telegrad.wire.messages import AnyMessage
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -187,6 +188,21 @@ class Peers:
                     self._links[member.worker_id] = self.by_name[member.name] = new
                 link = new
             return link
+
+    def mention(self, worker: WorkerId, message: AnyMessage) -> None:
+        """Have a worker told something with the next message to it, or soon; one that is gone need not know."""
+        link = self.standing(worker)
+        if link is None:
+            member = self._directory.by_id(worker)
+            if member is None or self.is_dead(member):
+                return
+            link = self.link(member)
+        link.notify(message, True)
+
+    def standing(self, worker: WorkerId) -> Link | None:
+        """The link to a worker if there is one that is connected, as there mostly is."""
+        link = self._links.get(worker)
+        return link if link is not None and link.current is not None else None
 
     def _linked(self, member: Member) -> Link | None:
         """The link to this incarnation of a worker if it is connected: then the worker's end will show there."""
