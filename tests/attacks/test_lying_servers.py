@@ -59,7 +59,8 @@ class Server:
         where = Address("tcp", "127.0.0.1", str(self._listener.getsockname()[1]))
         self.member = Member("liar", WorkerId(5), Incarnation((1 << 30) + 1), (where,), 0)
         self._socks = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -82,6 +83,8 @@ class Server:
                     sock.sendall(self.answer(frame.request_id, frame.message))
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._accepting.join(5)
         for sock in self._socks:
             sock.close()
 

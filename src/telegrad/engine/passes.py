@@ -271,7 +271,7 @@ class Pass(LocalPass[MessageId]):
             if not self._ended:
                 self._to_answer += (request,)
                 return
-        self.service.answer(request, self, ())
+        self.service.answer(request, self, [])
 
     def _end(self) -> None:
         """It is over, and nobody adds to what is to be answered any more: answer the root."""
@@ -281,5 +281,4 @@ class Pass(LocalPass[MessageId]):
             for message_id, gradients in carried:
                 self.service.tell(self, self.root, message_id, gradients)
         for request in requests:
-            self.service.answer(request, self, carried)
-            carried = []  # they went with the first
+            self.service.answer(request, self, carried)  # the first takes all of it

@@ -11,7 +11,7 @@ root did not name brings it in itself, and names it when it is done.
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -294,18 +294,19 @@ class PassService(Layer):
             with torch.autograd.profiler.record_function(send.name()):
                 pass
 
-    def answer(self, request: Request, ended: Pass, carried: Sequence[Carried]) -> None:
-        """Tell the root that a pass is over here. What it `carried` goes along: nobody else holds these gradients then,
-        so that their memory can go back."""
+    def answer(self, request: Request, ended: Pass, carried: list[Carried]) -> None:
+        """Tell the root that a pass is over here. What it `carried` goes along, and is taken out: nobody else holds
+        these gradients then, so that their memory can go back."""
         if ended.error is not None:
             request.fail(ended.error)
             return
         tensors: list[Tensor] = []
         marks = []
-        for message_id, gradients in carried:
-            present, sent = to_send(gradients)
-            marks.append((message_id, present))
+        while carried:
+            present, sent = to_send(carried[0][1])
+            marks.append((carried.pop(0)[0], present))
             tensors += sent
+            del sent  # the reply has to be the only one that holds them
         if order.active and getattr(ended, "lane", None) is not order.current_lane():
             order.adopt(tensors)  # the pass had ended before this was asked for, on other streams
         request.reply(PassDone((*ended.context.participants,), (*marks,)), Packed(b"", tensors))
