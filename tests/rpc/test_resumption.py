@@ -20,7 +20,7 @@ from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request
-from telegrad.rpc.server.session import Session
+from telegrad.rpc.server.session import Session, SessionTurn
 from telegrad.rpc.workers import Member
 from telegrad.wire.frames import HEADER, Frame, FrameKind, decode_record
 from telegrad.wire.messages import Ack, AnyMessage, CancelCall, CleanupAutogradContext, Ping
@@ -217,7 +217,7 @@ class World(Events):
 
     def take(self, wire: Wire) -> None:
         """As a session does with one frame."""
-        self.session.take(_frame(wire.to_callee.popleft()))
+        self.session.take(_frame(wire.to_callee.popleft()), SessionTurn(self.session))
         self.session.serve_deferred()
 
     def read(self, wire: Wire) -> None:

@@ -117,9 +117,8 @@ class Session(Answers):
                 if len(running) >= MOST_RUNNING:
                     self.paused = True
                     break
-                turn.frame = frame = inbox.popleft()
                 try:
-                    self.take(frame)
+                    self.take(inbox.popleft(), turn)
                 except ProtocolError as error:
                     self._break_off(connection, error)
                     return
@@ -246,13 +245,14 @@ class Session(Answers):
         if turn is not None and local.turn is turn:
             turn.give_up()
 
-    def take(self, frame: Frame) -> None:
+    def take(self, frame: Frame, turn: "SessionTurn") -> None:
         """Serve one frame of the caller. ProtocolError if it asks for more than it may."""
         requests = self.requests
         if frame.ack > requests.acknowledged:
             requests.acknowledge(frame.ack)
         message = frame.message
         if frame.kind == NOTICE:
+            turn.frame = frame
             self._take_notice(frame, message)
             return
         kind = type(message)
@@ -264,6 +264,7 @@ class Session(Answers):
                 call = call.call
             if type(call) in DEFINING and call.definition:
                 self.functions.note(call)
+        turn.frame = frame  # from now on the next one may be served before this one is done
         reply = requests.take(frame.request_id, kind)
         if reply is NEW:
             self.serve(Request(self, frame))
