@@ -248,6 +248,47 @@ def test_functions_of_a_script_are_functions_of_one_module() -> None:
     assert done.stdout.endswith("all well\n"), done.stderr
 
 
+OWN_ERRORS = """
+import telegrad
+from telegrad import rpc
+
+class Spilled(Exception):
+    def __init__(self, what, amount):
+        super().__init__(f"{amount} of {what}")
+        self.what, self.amount = what, amount
+
+def hop(through):
+    if not through:
+        raise Spilled("tea", 3)
+    try:
+        return rpc.rpc_sync(through[0], hop, (through[1:],))
+    except Spilled as error:
+        error.amount += 1
+        raise
+
+def hop_in_a_batch(through):
+    with rpc.batch() as batch:
+        future = batch.rpc_async(through[0], hop, (through[1:],))
+    return future.wait()
+
+with telegrad.local_cluster(workers=3):
+    for through in ([1], [1, 2], [1, 0], [1, 0, 2, 1], [2, 0, 1, 0, 2], [0, 1, 0]):
+        names = [f"worker{n}" for n in through]
+        calls = [(hop, (names,)), (hop_in_a_batch, (names,)), (rpc.rpc_sync, ("worker1", hop_in_a_batch, (names,)))]
+        for call, arguments in calls:
+            try:
+                call(*arguments)
+            except Spilled as error:
+                print(error.what, error.amount - len(through), end="; ")
+    print()
+"""
+
+
+def test_an_exception_of_the_script_is_caught_wherever_it_passes_through() -> None:
+    done = subprocess.run([sys.executable, "-c", OWN_ERRORS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == 6 * "tea 3; tea 2; tea 2; " + "\n", done.stdout + done.stderr
+
+
 def test_a_seed_makes_all_workers_repeatable() -> None:
     drawn = []
     for _ in range(2):

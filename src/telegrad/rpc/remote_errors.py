@@ -49,12 +49,13 @@ class RemoteNote(str):
 # --- leaving ---
 
 
-def describe_exception(error: BaseException, here: WorkerInfo) -> tuple[Any, ...]:
-    """The content of a failure reply: message, payload, tensor table and memory."""
+def describe_exception(error: BaseException, here: WorkerInfo, main_by_value: bool) -> tuple[Any, ...]:
+    """The content of a failure reply: message, payload, tensor table and memory. With `main_by_value` a class of this
+    program's own `__main__` is sent whole, for a caller that runs another program."""
     sections = f"On worker {here.name!r} (id {here.id}):\n" + "\n".join(_section(error))
     message = ExceptionReply(here.name, type(error).__qualname__, _shown(str, error), sections[-_MAX_TEXT:])
     try:
-        packed = pack(_portable(error))
+        packed = pack(_portable(error), main_by_value=main_by_value)
         tensors, memory = disassemble(packed.tensors) if packed.tensors else ((), ())
     except Exception:  # whatever it holds that cannot be sent, the reply must leave
         return message, b"", (), ()

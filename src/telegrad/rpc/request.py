@@ -145,4 +145,7 @@ class Request:
 
     def describe(self, error: BaseException) -> tuple[Any, ...]:
         """An error as it travels to the caller: whole, or if that is not trusted as little as it needs."""
-        return (describe_in_short if self.session.plain else describe_exception)(error, self.session.info)
+        session = self.session
+        if session.plain:
+            return describe_in_short(error, session.info)
+        return describe_exception(error, session.info, session.main_by_value)

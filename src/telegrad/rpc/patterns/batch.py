@@ -17,6 +17,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT
 from telegrad.rpc.remote_errors import describe_exception, rebuild_exception
+from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.trust.exports import refuse_where_plain
 
 T = TypeVar("T")
@@ -90,7 +91,9 @@ def _run_all(calls: list[_Call]) -> list[tuple[bool, Any]]:
         try:
             outcomes.append((True, func(*args, **kwargs)))
         except Exception as error:
-            message, payload, tensors, _ = describe_exception(error, require_agent().info)
+            turn = local.turn
+            main_by_value = turn is not None and turn.main_by_value
+            message, payload, tensors, _ = describe_exception(error, require_agent().info, main_by_value)
             outcomes.append((False, (message, b"" if tensors else payload)))
     return outcomes
 

@@ -337,6 +337,11 @@ class SessionTurn:
         self.frame: Frame | None = None  # the one that is being taken
         self.seen: Frame | None = None  # the one at the timer's last look
 
+    @property
+    def main_by_value(self) -> bool:
+        """Whether what is of `__main__` must be sent whole to the caller."""
+        return self.session.main_by_value
+
     def give_up(self) -> None:
         """Let another thread serve the session."""
         self.session.give_up(self)

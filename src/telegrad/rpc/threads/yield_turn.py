@@ -12,6 +12,10 @@ from typing import Protocol
 class Turn(Protocol):
     """The right of one thread to serve one link."""
 
+    @property
+    def main_by_value(self) -> bool:
+        """Whether what is of `__main__` must be sent whole to the caller."""
+
     def give_up(self) -> None:
         """Let another thread serve the link."""
 
