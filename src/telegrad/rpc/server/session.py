@@ -222,19 +222,19 @@ class Session(Answers):
             self.ping(Exhausted(0, 0))
             self._io_threads.submit(self.ready)
 
-    def relieve(self) -> bool:
+    def relieve(self) -> bool | None:
         """The timer: if the same request has been running since the last look, let another thread serve.
 
-        Returns whether a thread is serving at all."""
+        Returns whether that was so; None if no thread serves at all."""
         turn = self._turn
         if turn is None:
-            return False
+            return None
         frame = turn.frame
         stuck = frame is not None and turn.seen is frame
         turn.seen = frame
         if stuck:
             turn.give_up()
-        return True
+        return stuck
 
     def sleeping(self, change: int) -> None:
         """A thread that serves this session begins (+1) or ends (-1) to wait for somebody else."""
