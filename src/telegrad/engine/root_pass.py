@@ -133,9 +133,9 @@ class RootPass(Pass):
             self.fail(error)
         with self._lock:
             self.complete = self.error is None
+        self._asked.clear()  # they know this pass: it would be left to the garbage collector
+        self._invited.clear()
         if self.error is not None:
-            self._asked.clear()  # those without an answer know this pass
-            self._invited.clear()
             self._tell_all()
             raise self.error
 

@@ -29,20 +29,20 @@ class DelayedFlush:
     def within(self, seconds: float, connection: Connection) -> None:
         """Write what `connection` holds back, if nothing else does in that time."""
         self._holding.add(connection)
-        self._look_by(time.monotonic() + seconds)
-
-    def _look_by(self, due: float) -> None:
+        due = time.monotonic() + seconds
         if due < self._next:
-            self._next = due
-            self._timer.at(due, self._flush)
+            self._look_at(due)
+
+    def _look_at(self, due: float) -> None:
+        self._next = due
+        self._timer.at(due, self._flush)
 
     def _flush(self) -> None:
         now = time.monotonic()
-        if now < self._next:
-            return  # a look that was asked for before an earlier one was
-        self._next = _FOREVER  # before taking: who adds one from here on sees to its own look
-        if not self._holding:
-            return
+        in_time = now >= self._next  # else it was asked for before an earlier look was, which sees to what follows
+        if in_time:
+            self._next = _FOREVER  # before taking: who adds one from here on sees to its own look
+        found = bool(self._holding)
         while self._holding:
             connection = self._holding.pop()
             try:
@@ -50,4 +50,5 @@ class DelayedFlush:
                 connection.after_hold()
             except (OSError, ValueError):
                 log.debug("a connection closed before what it held back was written")
-        self._look_by(now + LAZY)
+        if in_time and found:
+            self._look_at(now + LAZY)
