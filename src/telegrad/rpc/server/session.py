@@ -160,7 +160,8 @@ class Session(Answers):
                 frame = self._deferred.popleft()
             except IndexError:  # another thread was first
                 return
-            self.serve(Request(self, frame))
+            if self.requests.is_news(frame.request_id):
+                self.serve(Request(self, frame))
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
@@ -274,13 +275,13 @@ class Session(Answers):
     def _take_notice(self, frame: Frame, message: AnyMessage) -> None:
         if type(message) in _OF_SESSIONS:
             self._take_word(frame, message)
+            return
+        # One that may be deferred came with the next request, which should not wait for it.
+        served = self._served.get(type(message))
+        if served is not None and served.deferrable and len(self._deferred) < _MOST_DEFERRED:
+            self._deferred.append(frame)
         elif self.requests.is_news(frame.request_id):
-            # Such a notice came with the next request, which should not wait for it.
-            served = self._served.get(type(message))
-            if served is not None and served.deferrable and len(self._deferred) < _MOST_DEFERRED:
-                self._deferred.append(frame)
-            else:
-                self.serve(Request(self, frame))
+            self.serve(Request(self, frame))
 
     def _take_word(self, frame: Frame, message: AnyMessage) -> None:
         """What a caller says about the session itself."""
