@@ -11,6 +11,7 @@
     |-- CallCancelled             the call was cancelled by `Future.cancel`, or by cancelling what awaited it
     |-- WorkerDied (ConnectionError)       a worker closed or fell silent: names it and what it was asked
     |-- AuthenticationError       a peer could not prove that it knows the job's secret, or there is none to prove
+    |-- SealBroken (ConnectionError)       a piece of a large tensor is not what its sender sealed: names the peer
     |-- ProtocolError             a peer sent bytes that are not a valid message; that connection is closed
     |-- CallRefused (PermissionError)      a worker's rules do not allow what was asked: names the rule
     |-- SerializationError (TypeError)     a function, argument or result cannot be sent
@@ -96,6 +97,11 @@ def _rebuild_worker_died(kind: type[WorkerDied], message: str, worker: str, inca
 
 class AuthenticationError(TelegradError):
     """A peer could not prove that it knows the job's secret."""
+
+
+class SealBroken(TelegradError, ConnectionError):
+    """What came for a large tensor is not what the peer has encrypted. That connection is closed, as one that was lost
+    is: what it carried is sent again over the next."""
 
 
 class ProtocolError(TelegradError):

@@ -1,6 +1,7 @@
 """Large messages over several streams: what goes where, what arrives, and what follows when a stream breaks or lies."""
 
 import functools
+import itertools
 import random
 import socket
 import threading
@@ -20,9 +21,10 @@ from telegrad.transport.stream import SocketStream
 from telegrad.transport.stripes.gathering import Gathering
 from telegrad.transport.stripes.threads import PartThreads
 from telegrad.wire.block_notices import StripesReady
+from telegrad.wire.frame_reader import READ_SIZE
 from telegrad.wire.frames import HEADER, LENGTHS, MAGIC, STRIPED, VERSION, Frame, FrameKind, encode_prefix
 from telegrad.wire.messages import Ping, PythonReply
-from telegrad.wire.parts import MOST_STREAMS, STRIPE_FROM, cut, part_bytes
+from telegrad.wire.parts import LEAST_FIRST, MOST_STREAMS, STRIPE_FROM, cut, divide
 from telegrad.wire.tensor.tensors import describe, rebuild
 from tests.waiting import wait_until
 
@@ -32,18 +34,29 @@ LARGE = 3 * 2**20 + 4  # bytes
 # --- what goes where ---
 
 
-@given(st.lists(st.integers(0, 50_000), min_size=1, max_size=6), st.integers(1, MOST_STREAMS))
-def test_the_parts_are_all_of_it_in_order(sizes: list[int], streams: int) -> None:
+@given(
+    st.lists(st.integers(0, 50_000), min_size=1, max_size=6),
+    st.integers(2, MOST_STREAMS),
+    st.sampled_from([None, 1000]),
+)
+def test_the_parts_are_all_of_it_in_order(sizes: list[int], streams: int, first: int | None) -> None:
+    sizes = [1000, *sizes]
     buffers = [random.Random(i).randbytes(size) for i, size in enumerate(sizes)]
     total = sum(sizes)
-    parts = [b"".join(part) for part in cut(buffers, total, streams)]
-    assert b"".join(parts) == b"".join(buffers)
-    size = part_bytes(total, streams)
-    assert [len(part) for part in parts] == [max(0, min(size, total - i * size)) for i in range(streams)]
+    bounds = divide(total, streams, first)
+    parts = [b"".join(part) for part in cut(buffers, bounds)]
+    assert len(parts) == streams and b"".join(parts) == b"".join(buffers)
+    lengths = [len(part) for part in parts]
+    assert lengths == [end - begin for begin, end in itertools.pairwise(bounds)]
+    if first is not None:
+        assert lengths.pop(0) == first
+    assert lengths == sorted(lengths, reverse=True)  # of one size, and what is left
+    assert len({length for length in lengths if length}) <= 2
 
 
 def test_the_first_part_is_more_than_a_reader_takes_in_at_once() -> None:
-    assert part_bytes(STRIPE_FROM, MOST_STREAMS) > 64 * 1024
+    assert divide(STRIPE_FROM, MOST_STREAMS)[1] > READ_SIZE
+    assert divide(STRIPE_FROM, 2, LEAST_FIRST)[1] == LEAST_FIRST > READ_SIZE
 
 
 # --- what arrives ---
@@ -262,7 +275,7 @@ def test_closing_ends_the_streams_and_those_who_wait_at_them() -> None:
     pair = Pair(3)
     a, b = pair.ends
     prefix = encode_prefix(FrameKind.REPLY, 1, 0, PythonReply(), data_bytes=LARGE, form=STRIPED)
-    a.stream.send([prefix + bytes(part_bytes(LARGE, 3))], None, lambda: None)
+    a.stream.send([prefix + bytes(divide(LARGE, 3)[1])], None, lambda: None)
     wait_until(lambda: b.receive() == [] and b._reader.waiting)
     pair.close()
     for side in (*pair.sides[0], *pair.sides[1]):
@@ -318,7 +331,7 @@ def test_bytes_that_nobody_announced_are_not_taken_for_the_next_message() -> Non
             frames = receive(b)
         assert frames is not None
         (y,) = tensors_of(frames[0])
-        half = part_bytes(LARGE, 2) // 4
+        half = divide(LARGE, 2)[1] // 4
         assert torch.equal(y[:half], x[:half]) and y.shape == x.shape
 
 
@@ -326,7 +339,7 @@ def test_a_side_stream_that_ends_early_ends_the_connection() -> None:
     with closing(Pair(2)) as pair:
         a, b = pair.ends
         prefix = encode_prefix(FrameKind.REPLY, 1, 0, PythonReply(), data_bytes=LARGE, form=STRIPED)
-        a.stream.send([prefix + bytes(part_bytes(LARGE, 2))], None, lambda: None)
+        a.stream.send([prefix + bytes(divide(LARGE, 2)[1])], None, lambda: None)
         pair.sides[0][0].send([bytes(1000)], None, lambda: None)
         pair.sides[0][0].abort()
         assert not _receives(b)
