@@ -15,11 +15,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.errors import AuthenticationError, ProtocolError, SealBroken
+from telegrad.rpc.peers.dial import sealed_over
 from telegrad.transport.connection import Connection
 from telegrad.transport.stream import SocketStream
 from telegrad.transport.stripes.gathering import Gathering
+from telegrad.transport.stripes.seal import can_seal, fresh_secret
+from telegrad.transport.stripes.sealed_stream import SealedStream
 from telegrad.transport.stripes.threads import PartThreads
+from telegrad.transport.tls import TlsEnds, ends_by_fingerprint
+from telegrad.transport.tls_stream import TlsSocket
 from telegrad.wire.block_notices import StripesReady
 from telegrad.wire.frame_reader import READ_SIZE
 from telegrad.wire.frames import HEADER, LENGTHS, MAGIC, STRIPED, VERSION, Frame, FrameKind, encode_prefix
@@ -69,12 +74,31 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return a, b
 
 
+def sealed_pair() -> list[SocketStream]:
+    """As two workers make it that have said their secrets."""
+    ends = _tls_ends()
+    (one, other), (a, b) = tcp_pair(), (fresh_secret(), fresh_secret())
+    dialled, accepted = TlsSocket(one, ends.client, server_side=False), ends.wrap_accepted(other)
+    with in_thread(accepted.do_handshake):
+        dialled.do_handshake()
+    return [sealed_over(dialled, a, b, "b"), sealed_over(accepted, b, a, "a")]
+
+
+@functools.cache
+def _tls_ends() -> TlsEnds:
+    ends = ends_by_fingerprint()
+    if ends is None or not can_seal():
+        pytest.skip("needs the extra `tls`")
+    return ends
+
+
 class Pair:
     """Two ends of a connection with several streams, in this process."""
 
-    def __init__(self, streams: int) -> None:
+    def __init__(self, streams: int, sealed: bool = False) -> None:
         self.threads = PartThreads("test")
-        made = [[SocketStream(s, "tcp") for s in tcp_pair()] for _ in range(streams)]
+        made: list[list[SocketStream]] = [[SocketStream(s, "tcp") for s in tcp_pair()]]
+        made += [sealed_pair() if sealed else [SocketStream(s, "tcp") for s in tcp_pair()] for _ in range(streams - 1)]
         self.sides = [[ends[i] for ends in made[1:]] for i in (0, 1)]
         self.ends = [Connection(made[0][i], max_frame=2**32) for i in (0, 1)]
         self.arrived = threading.Event()
@@ -131,9 +155,9 @@ def in_thread(act: Callable[[], Any]) -> Iterator[list[Any]]:
         assert not thread.is_alive()
 
 
-@pytest.fixture(params=[2, 3, 8])
+@pytest.fixture(params=[(2, False), (3, False), (8, False), (2, True), (5, True)], ids=str)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with closing(Pair(request.param)) as made:
+    with closing(Pair(*request.param)) as made:
         yield made
 
 
@@ -333,6 +357,35 @@ def test_bytes_that_nobody_announced_are_not_taken_for_the_next_message() -> Non
         (y,) = tensors_of(frames[0])
         half = divide(LARGE, 2)[1] // 4
         assert torch.equal(y[:half], x[:half]) and y.shape == x.shape
+
+
+@pytest.mark.parametrize("way", ["flipped", "exchanged", "from another stream"])
+def test_sealed_pieces_that_were_changed_on_their_way_end_the_connection(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Pair(3, sealed=True)) as pair:
+        a, b = pair.ends
+        side, other = pair.sides[0]
+        assert isinstance(side, SealedStream) and isinstance(other, SealedStream)
+        if way == "flipped":
+            seal = side._sealer.seal
+
+            def flip(piece: memoryview, left: int, into: memoryview) -> None:
+                seal(piece, left, into)
+                into[17] ^= 4
+
+            side._sealer.seal = flip  # type: ignore[method-assign]
+        elif way == "exchanged":
+            side._sealer._number += 1
+        else:
+            side._sealer, other._sealer = other._sealer, side._sealer
+        with in_thread(functools.partial(send_tensors, a, torch.ones(LARGE // 4), deadline=time.monotonic() + 10)):
+            try:
+                assert receive(b) is None  # it has ended
+            except SealBroken as error:
+                assert "worker 'a'" in str(error)  # noqa: PT017 - whichever is seen first
+        assert b.stream.broken and pair.sides[1][0].broken
+        assert "worker 'a' is not the one that was sealed" in caplog.text
 
 
 def test_a_side_stream_that_ends_early_ends_the_connection() -> None:

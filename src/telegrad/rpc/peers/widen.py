@@ -80,9 +80,7 @@ class Widening:
             for side in sides:
                 side.close()
             if attempt < _ATTEMPTS and not connection.closed:
-                again = functools.partial(
-                    self.watch, connection, hello, most, dial, sealed=sealed, attempt=attempt + 1
-                )
+                again = functools.partial(self.watch, connection, hello, most, dial, sealed=sealed, attempt=attempt + 1)
                 self._runtime.timer.at(time.monotonic() + _PAUSE_SECONDS, again)
             return
         self._attach(connection, sides)

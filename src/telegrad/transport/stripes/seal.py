@@ -1,9 +1,9 @@
 """Sealed pieces carry large tensors beside a TLS connection. All of their format and cryptography is in this file.
 
 Python's `ssl` encrypts 16 KB at a time and needs the GIL for each. So a connection that is opened for large tensors
-alone (a side stream, see `stripes.py`) goes through the handshakes of TLS 1.3 and of Telegrad as any other; in the latter,
-that is over TLS and once the peer has proved itself, each end says a secret that it has drawn for what it will send.
-After the handshake nothing is said over TLS any more. The socket then carries, in each direction, pieces and nothing else:
+alone (a side stream, see `stripes.py`) goes through the handshakes of TLS 1.3 and of Telegrad as any other. In the
+latter, which is said over TLS, each end says a secret that it has drawn for what it will send, once the other one has
+proved itself. After that nothing goes over TLS any more: the socket carries pieces and nothing else, both ways.
 
     piece            = ciphertext | tag of 16 bytes                      (AES-256-GCM, one call for each piece)
     plaintext        = PIECE bytes of a part of a message, or what is left of that part
@@ -13,15 +13,15 @@ After the handshake nothing is said over TLS any more. The socket then carries, 
     secret_0         = 32 random bytes, drawn by the sender for this direction of this connection
     secret_n+1       = HMAC-SHA256(secret_n, "telegrad seal: next"), after PIECES_PER_KEY pieces
 
-The size of a part follows from the header of its message, which came over TLS on the main connection (`wire/parts.py`):
-there is no length that a stranger could change. A key belongs to one direction of one connection and the number of a piece
-never repeats, so no nonce is used twice. The receiver counts as well: a piece that was changed, repeated, left out,
-exchanged with another, or comes from another connection or from the other direction does not open, and neither does
-one of a part of another size. Nothing of a message is given out before all of its pieces have opened. After the
-first that does not, the connection ends.
+The size of a part follows from the header of its message, which came over TLS on the main connection
+(`wire/parts.py`): there is no length that a stranger could change. A key belongs to one direction of one connection
+and the number of a piece never repeats, so no nonce is used twice. The receiver counts as well: a piece that was
+changed, repeated, left out, exchanged with another, or comes from another connection or from the other direction does
+not open, and neither does one of a part of another size. Nothing of a message is given out before all of its pieces
+have opened. After the first that does not, the connection ends.
 
-One key encrypts 64 GiB at most, 2**32 blocks: the chance to tell that from noise stays below 2**-64, and that to forge a
-piece with one try below 2**-112. TLS 1.3 asks for a new key after about 360 GiB.
+One key encrypts 64 GiB at most, 2**32 blocks: the chance to tell that from noise stays below 2**-64, and that to forge
+a piece with one try below 2**-112. TLS 1.3 asks for a new key after about 360 GiB.
 """
 
 import functools
