@@ -49,6 +49,7 @@ def widen(name: str) -> tuple[SocketStream, ...]:
         return current is not None and current.stripes is not None and current._striped
 
     wait_until(is_wide)
+    is_wide()  # once more: the last one may have gone while the others were being put there
     current = link_to(name).current
     assert current is not None and current.stripes is not None and current.stripes.count == STREAMS
     return current.stripes._sides
