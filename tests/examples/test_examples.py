@@ -1,7 +1,8 @@
 """Every example runs as a user would run it, on small settings, and learns.
 
-Each takes 10 to 20 seconds of a core, most of it for processes that import torch. Those that show nothing another shows,
-and those that run as a notebook, run in the long profile."""
+Each takes 10 to 20 seconds of a core, most of it for processes that import torch. Those that show nothing another
+shows, and those that run as a notebook, run in the long profile.
+"""
 
 import os
 import pty
