@@ -90,7 +90,7 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 # --- a timeline that `telegrad.observe.record` wrote ---
 
 KINDS = {"forward": BLUE, "backward": RED, "gradient": ORANGE, "optimizer": GREEN, "wait": GREY, "run": PURPLE}
-_NAMES = {"gradient": "gradients taken", "run": "other calls"}
+_NAMES = {"forward": "calls in the context", "gradient": "gradients taken", "run": "other calls"}
 
 
 def load_timeline(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 A test that fails only here depends on time; what one half prints stays together.
 """
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
     if arguments:
         return subprocess.call([*PYTEST, *arguments])
     first, second = halves()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever ends a run that takes too long sees both halves
     with tempfile.TemporaryFile() as output:
         beside = subprocess.Popen([*PYTEST, *second], stdout=output, stderr=subprocess.STDOUT)
         try:

@@ -5,7 +5,6 @@ as the oracle.
 """
 
 import itertools
-import multiprocessing
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import nn
 
 from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
+from tests.cluster import process
 
 OWNERS = ("ps0", "ps1", "ps2")
 WIDTHS = (6, 8, 8, 3)
@@ -26,15 +26,10 @@ _starts = itertools.count()
 def start(directory: Path, others: Sequence[str] = OWNERS) -> list[BaseProcess]:
     """Start `others` and join them as `trainer`; returns their processes."""
     meeting = directory / f"meeting{next(_starts)}"
-    spawn = multiprocessing.get_context("spawn")
     world = 1 + len(others)
-    processes = [
-        spawn.Process(target=serve, args=(name, rank, world, str(meeting))) for rank, name in enumerate(others, start=1)
-    ]
-    for process in processes:
-        process.start()
+    processes = [process(serve, name, rank, world, str(meeting)) for rank, name in enumerate(others, start=1)]
     join_job("trainer", 0, world, str(meeting))
-    return list(processes)
+    return processes
 
 
 @contextmanager
@@ -54,12 +49,12 @@ def cluster(directory: Path, others: Sequence[str] = OWNERS) -> Iterator[list[Ba
 def end(processes: Sequence[BaseProcess], patience: float = 40.0) -> None:
     """Wait for processes that are ending. Torch takes its time to leave a busy machine; what takes longer is stuck."""
     stuck = []
-    for process in processes:
-        process.join(patience)
-        if process.is_alive():
-            stuck.append(process.name)
-            process.kill()
-            process.join()
+    for each in processes:
+        each.join(patience)
+        if each.is_alive():
+            stuck.append(each.name)
+            each.kill()
+            each.join()
     assert not stuck, f"{stuck} did not end by themselves"
 
 

@@ -98,7 +98,7 @@ def test_an_ended_context_takes_nothing_in() -> None:
     send(context, number(1))
     receive(context, number(2))
     context.snapshot(FIRST, late)
-    context.clear()
+    context.end()
     send(context, number(3))
     receive(context, number(4))
     assert (context.sends, context.recvs, context.gradients) == ({}, {}, {})

@@ -15,7 +15,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these suites need none, and a process that has looked at one cannot be forked
 
-_SAMPLE = 6  # one test in so many of a large suite; of a small one, all
+_SAMPLE = 12  # one test in so many of a large suite; of a small one, all
 _SMALL = 10
 
 

@@ -50,7 +50,10 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+LONG = ("an exception", "Ctrl-C while waiting", "SIGTERM")  # as others end
+
+
+@pytest.mark.parametrize("ending", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in ENDINGS])
 def test_the_process_ends_and_leaves_nothing(ending: str, tmp_path: Path) -> None:
     code, status = ENDINGS[ending]
     script = tmp_path / "program.py"

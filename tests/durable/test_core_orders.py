@@ -359,7 +359,13 @@ class Dice(Chance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("copies", "steps", "deaths", "disk"), [(1, 2, 1, False), (1, 1, 2, False), (1, 1, 1, True), (0, 1, 1, True)]
+    ("copies", "steps", "deaths", "disk"),
+    [
+        (1, 2, 1, False),
+        pytest.param(1, 1, 2, False, marks=pytest.mark.long),
+        (1, 1, 1, True),
+        (0, 1, 1, True),
+    ],
 )
 def test_every_order_of_two_workers_leads_to_the_end(copies: int, steps: int, deaths: int, disk: bool) -> None:
     def run(chance: Chance) -> None:
@@ -376,7 +382,7 @@ def test_every_order_of_two_workers_leads_to_the_end(copies: int, steps: int, de
 def test_many_lives_of_more_workers(
     members: str, copies: int, steps: int, deaths: int, disk: bool, long_profile: bool
 ) -> None:
-    for seed in range(100_000 if long_profile else 500):
+    for seed in range(100_000 if long_profile else 100):
         dice = Dice(seed)
         try:
             one_life(dice, members=members, copies=copies, steps=steps, deaths=deaths, disk=disk)

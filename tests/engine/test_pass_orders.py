@@ -297,12 +297,19 @@ def test_agents_here_are_asked_as_real_ones_are(here: Any, real: Any, name: str)
 
 
 CASES = [(name, victim) for name, (_, size) in SCENARIOS.items() for victim in (None, *(f"w{i}" for i in range(size)))]
+MOST_ORDERS = [("a ring", "w1"), ("a ring", "w2"), ("through a third", "w1")]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # it takes seconds, but a machine may be busy
 @pytest.mark.parametrize(
-    ("name", "victim"), CASES, ids=[f"{name}, {victim or 'nobody'} dies" for name, victim in CASES]
+    ("name", "victim"),
+    [
+        pytest.param(
+            *case, id=f"{case[0]}, {case[1] or 'nobody'} dies", marks=[pytest.mark.long] * (case in MOST_ORDERS)
+        )
+        for case in CASES
+    ],
 )
 def test_every_order(name: str, victim: str | None) -> None:
     forward, size = SCENARIOS[name]

@@ -255,7 +255,7 @@ def test_the_end_of_a_context_ends_its_pass() -> None:
     part = Part()
     pass_ = part.enter()
     pass_.begin()
-    part.service.end(part.context.context_id)
+    part.service.registry.end(part.context.context_id)
     assert "ended while a backward pass over it was running" in str(pass_.error)
     assert part.service.passes() == []
 

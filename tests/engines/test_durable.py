@@ -106,6 +106,7 @@ def test_torchrun_starts_all_again_and_the_state_is_on_disk(tmp_path: Path, undi
     assert weights_after(tmp_path / "run", command, LIVE, "worker@7", "driver@13", disk=True) == undisturbed
 
 
+@pytest.mark.long
 def test_ray_starts_actors_again(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     undisturbed, killed = weights_after(tmp_path / "run", [sys.executable], ON_RAY, "worker@5", "worker@12")

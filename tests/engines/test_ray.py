@@ -170,6 +170,7 @@ def test_a_program_of_ones_own_joins(tmp_path: Path) -> None:
     assert run(JOIN, tmp_path) == {"answers": ["b", "a"]}
 
 
+@pytest.mark.long
 def test_on_a_ray_that_runs_already(tmp_path: Path) -> None:
     """Started by `ray start`, as on the nodes of a cluster: the job comes and goes, Ray stays."""
     with socket.socket() as probe:
@@ -197,8 +198,9 @@ def test_on_a_ray_that_runs_already(tmp_path: Path) -> None:
             os.killpg(node.pid, signal.SIGTERM)
 
 
-def test_training_goes_on_while_actors_are_killed(tmp_path: Path, long_profile: bool) -> None:
-    kills = int(os.environ.get("TELEGRAD_RAY_KILLS", "30" if long_profile else "3"))
+@pytest.mark.long
+def test_training_goes_on_while_actors_are_killed(tmp_path: Path) -> None:
+    kills = int(os.environ.get("TELEGRAD_RAY_KILLS", "30"))
     report = run(CHAOS, tmp_path, str(kills), seconds=160 + 20 * kills)
     right = report["right"]
     assert isinstance(right, int) and right >= 2 * kills
@@ -209,7 +211,13 @@ def test_training_goes_on_while_actors_are_killed(tmp_path: Path, long_profile: 
     print(report)
 
 
-@pytest.mark.parametrize(("what", "ends"), [("parameter-server", "largest error"), ("pipeline", "last loss")])
+@pytest.mark.parametrize(
+    ("what", "ends"),
+    [
+        ("parameter-server", "largest error"),
+        pytest.param("pipeline", "last loss", marks=pytest.mark.long),
+    ],
+)
 def test_the_examples_survive_a_kill(what: str, ends: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "on_ray.py"
     done = subprocess.run(

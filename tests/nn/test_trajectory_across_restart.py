@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 from telegrad import autograd, rpc
 from telegrad.nn import remote_parameters, restore, save, state_dict
 from telegrad.optim import DistributedOptimizer
+from tests.cluster import process
 from tests.training_cluster import OWNERS, end, join_job, local_model, loss_of, serve, split_model
 
 SAVED_AT, LAST = 10, 20
@@ -67,28 +68,22 @@ def restore_and_train(directory: Path, report: Connection, *membership: Any) -> 
 
 def run_job(program: Any, directory: Path) -> Any:
     """Run `program` as the trainer of a new job, all of whose processes are new; what it reports first."""
-    spawn = multiprocessing.get_context("spawn")
     meeting, world = str(directory / program.__name__), 1 + len(OWNERS)
-    ours, theirs = spawn.Pipe(duplex=False)
-    processes = [spawn.Process(target=program, args=(directory, theirs, "trainer", 0, world, meeting))]
-    processes += [
-        spawn.Process(target=serve, args=(name, rank, world, meeting)) for rank, name in enumerate(OWNERS, start=1)
-    ]
-    for process in processes:
-        process.start()
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    processes = [process(program, directory, theirs, "trainer", 0, world, meeting)]
+    processes += [process(serve, name, rank, world, meeting) for rank, name in enumerate(OWNERS, start=1)]
     theirs.close()
     try:
         return ours.recv()
     finally:
         if program is train_and_save:
-            for process in processes:
-                process.kill()
+            for each in processes:
+                each.kill()
         end(processes)
         ours.close()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)  # Eight processes import torch, one after the other on a busy machine.
 def test_a_killed_job_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     assert run_job(train_and_save, tmp_path) == "saved"
     trained = run_job(restore_and_train, tmp_path)

@@ -3,6 +3,7 @@
 A line that ends in `# wrong` must be reported by each checker, and no other line may be.
 """
 
+# mypy: disable-error-code="unused-awaitable"
 from typing import Any, assert_type
 
 import torch

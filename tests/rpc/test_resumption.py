@@ -330,15 +330,25 @@ def check(world: World) -> None:
 SCENARIOS = {
     "one call, two cuts": {"requests": 1, "cuts": 2},
     "two calls, one cut": {"requests": 2, "cuts": 1},
-    "two calls, one cut, acknowledged by name": {"requests": 2, "cuts": 1, "by_name": True},
+    "a call that is given up, one cut": {"requests": 1, "cuts": 1, "deadlines": 1},
+    "a call that is acknowledged by name, one cut": {"requests": 1, "cuts": 1, "by_name": True},
     "a call and a notice, one cut": {"requests": 1, "notices": 1, "cuts": 1},
+}
+LONG_SCENARIOS = {
+    "two calls, one cut, acknowledged by name": {"requests": 2, "cuts": 1, "by_name": True},
     "two calls, one is given up, one cut": {"requests": 2, "cuts": 1, "deadlines": 1},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # it takes seconds, but a machine may be busy
-@pytest.mark.parametrize("given", SCENARIOS.values(), ids=SCENARIOS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(pytest.param(given, id=name) for name, given in SCENARIOS.items()),
+        *(pytest.param(given, id=name, marks=pytest.mark.long) for name, given in LONG_SCENARIOS.items()),
+    ],
+)
 def test_every_order(given: dict[str, Any]) -> None:
     def run(chance: Chance) -> None:
         world = World(chance, **given)

@@ -178,11 +178,15 @@ class Context(msgspec.Struct, eq=False, weakref=True):
                 known = self.gradients.get(leaf)
                 self.gradients[leaf] = gradient if known is None else add_gradients(known, gradient)
 
-    def clear(self) -> None:
-        """Let go of every tensor and node. Without the lock: what another thread adds now goes with the context."""
+    def end(self) -> None:
+        """Let go of every tensor and node; a pass that runs is given up. Without the lock: what another thread adds now
+        goes with the context."""
         self.ended, self.usable = True, False
         self.sends, self.recvs, self.orphans, self.gradients = {}, {}, {}, {}
         self._late = None
+        latest, self.latest = self.latest, None
+        if latest is not None and not latest.finished:
+            latest.fail(AutogradError(f"context {self.context_id} ended while a backward pass over it was running"))
 
 
 def add_gradients(one: Tensor, other: Tensor) -> Tensor:

@@ -285,7 +285,9 @@ _RecvFunction: Any = type(
     RECV_NAME, (torch.autograd.Function,), {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
 )
 # Past the Python of `Function.apply`, which looks for functorch's wrappers: what comes from another worker has none.
+# And past that of a node's `apply`, which looks for the form in which its class has a backward.
 _apply_recv = super(torch.autograd.Function, _RecvFunction).apply
+_RecvFunction._backward_cls.apply = _backward
 
 # The engine runs only nodes on the way to a leaf, so each Recv leads to this one. No gradient ever reaches it. One
 # serves all, for asking the engine for one edge costs less than asking for many; the edge keeps its node alive.

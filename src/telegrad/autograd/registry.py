@@ -140,7 +140,7 @@ class Registry(ContextHolder):
         if self._strict:
             self._strict.pop(context_id, None)
         if context is not None:
-            context.clear()
+            context.end()
         return context
 
     def _forget_oldest(self) -> None:
@@ -156,6 +156,7 @@ class Registry(ContextHolder):
     def on_close(self) -> None:
         """The worker shuts down: nothing of any context is of use any more."""
         for context in self.contexts():
+            context.latest = None  # a pass that runs fails with the links it waits for, and others hear why
             self.end(context.context_id)
 
     def contexts(self) -> list[Context]:

@@ -10,7 +10,7 @@ from telegrad.wire.messages import CleanupAutogradContext, CleanupAutogradContex
 def end_context(service: PassService, context_id: ContextId, told: tuple[WorkerId, ...] = ()) -> None:
     """Forget a context here and, without waiting for it, on all workers it reached but those that have been `told`."""
     # First: one that comes to know of it from here on sees that it has ended.
-    context = service.end(context_id)
+    context = service.registry.end(context_id)
     if context is None:
         return
     here, agent = context.here, service.agent

@@ -27,7 +27,7 @@ from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
 from telegrad.engine.passes import MOST_NAMED, Carried, Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
-from telegrad.ids import ContextId, MessageId, PassId, WorkerId, ids_of
+from telegrad.ids import MessageId, PassId, WorkerId, ids_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.pending import Slot
@@ -140,15 +140,6 @@ class PassService(Layer):
             for message_id, peer in pass_.waits():
                 waits.append((f"{what}, waits for {self.name_of(peer)} (message {message_id})", int(peer)))
         return waits
-
-    def end(self, context_id: ContextId) -> Context | None:
-        """Forget a context here; so its passes have ended. What it was, if it was there."""
-        context = self.registry.end(context_id)
-        if context is not None and (pass_ := context.latest) is not None:
-            context.latest = None
-            if not pass_.finished:
-                pass_.fail(AutogradError(f"context {context_id} ended while a backward pass over it was running"))
-        return context
 
     # --- telling others ---
 
@@ -345,7 +336,7 @@ class PassService(Layer):
         """A worker is gone: contexts it opened end, contexts it had a part in cannot be used any more."""
         for context in self.registry.contexts():
             if context.opened_by == member.worker_id:
-                self.end(context.context_id)
+                self.registry.end(context.context_id)
                 continue
             pass_ = context.latest
             if member.worker_id in context.participants or (pass_ is not None and pass_.root == member.worker_id):

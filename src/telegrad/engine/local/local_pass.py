@@ -98,8 +98,13 @@ class LocalPass(Generic[K]):
     ) -> None:
         """The usual start: gradients for a first Send have come, and no other leads into a graph, since their tensors
         are leaves. So there is nothing to plan, and one call of the engine runs it. Takes over both tables."""
-        first = None if gradients is None or any(map(_is_none, gradients)) else sends.pop(key, None)
-        if first is None or gradients is None or not all(map(_enters_at_leaves, sends.values())):
+        first = sends.pop(key, None)
+        if (
+            first is None
+            or gradients is None
+            or any(map(_is_none, gradients))
+            or not all(map(_enters_at_leaves, sends.values()))
+        ):
             if first is not None:
                 sends[key] = first
             self.hear(key, gradients)

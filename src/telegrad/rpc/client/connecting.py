@@ -106,7 +106,7 @@ class Connecting:
                 connection.close()
                 raise
         self.replies.receiver.last_heard = time.monotonic()
-        connection.after_hold = self.replies.arm
+        connection.after_hold = self.replies.arm_if_awaited
         connection.copier.ask_for_help = self.runtime.helpers.ask
         self._io_threads.register(connection.stream.fileno(), self.replies.readable, armed=False)
         self.current = connection  # only now may others send: what came before is on its way

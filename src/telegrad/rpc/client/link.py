@@ -96,7 +96,8 @@ class Link(Connecting):
             self._record(slot, message, payload, specs, memory)
         connection = self.current or self._connection_for(slot)
         ack = self.pending.admit(slot)  # before sending: the reply may come first
-        hold = complete is not None and self._unwaited(slot)
+        unattended = complete is not None and not attended
+        hold = unattended and self._unwaited(slot)
         try:
             connection.send(
                 REQUEST,
@@ -127,7 +128,7 @@ class Link(Connecting):
             # that asks and the thread that reads would fight for it.
             self.replies.last_asked = now
             self.runtime.delayed_flush.within(BURST, connection)
-        elif complete is not None and not attended:
+        elif unattended:
             self.replies.arm()
         return slot
 
@@ -137,7 +138,7 @@ class Link(Connecting):
         if slot.deadline < self.pending.next_deadline:
             self.pending.next_deadline = slot.deadline
             self.runtime.timer.at(slot.deadline, self.expire)
-        return not slot.attended and len(self.pending.slots) > BURST_CALLS
+        return len(self.pending.slots) > BURST_CALLS
 
     def _record(self, slot: Slot, message: AnyMessage, payload: bytes, specs: Any, memory: Any) -> None:
         slot.watched = True
@@ -191,7 +192,7 @@ class Link(Connecting):
             try:
                 connection.send(NOTICE, 0, self.pending.lowest(), message, deadline=deadline, hold=deadline is None)
                 if deadline is None:
-                    self.runtime.delayed_flush.within(LAZY, connection)
+                    self.runtime.delayed_flush.within(BURST, connection)
             except (OSError, ValueError):
                 log.debug("%s was not told: %s", self.member.name, message)
 

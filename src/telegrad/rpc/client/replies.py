@@ -5,7 +5,7 @@ import torch
 from telegrad.errors import ProtocolError
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.remote_errors import rebuild_exception
-from telegrad.wire.frames import Frame, FrameKind
+from telegrad.wire.frames import FAILURE, Frame
 from telegrad.wire.messages import ExceptionReply
 
 
@@ -15,7 +15,7 @@ def reply_frame(slot: Slot) -> Frame:
         raise slot.take_error()
     frame = slot.frame
     assert frame is not None
-    if frame.kind == FrameKind.FAILURE:
+    if frame.kind == FAILURE:
         if type(frame.message) is not ExceptionReply:
             raise ProtocolError(f"a failure came without an exception: {frame}")
         payload = b"" if slot.link.runtime.layers.plain else frame.payload

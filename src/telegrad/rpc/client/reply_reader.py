@@ -222,6 +222,11 @@ class ReplyReader:
                 self.state = ARMED
                 self._io_threads.arm(connection.stream.fileno())
 
+    def arm_if_awaited(self) -> None:
+        """What was held back has been written: notices, which have no reply, or requests as well."""
+        if self._slots or self._pending.given_up:
+            self.arm()
+
     def disarmed(self) -> None:
         """The connection is lost: no more events of it. A thread that reads goes on with the next."""
         with self._lock:

@@ -191,8 +191,8 @@ class Peers:
 
     def mention(self, worker: WorkerId, message: AnyMessage) -> None:
         """Have a worker told something with the next message to it, or soon; one that is gone need not know."""
-        link = self.standing(worker)
-        if link is None:
+        link = self._links.get(worker)
+        if link is None or link.current is None:
             member = self._directory.by_id(worker)
             if member is None or self.is_dead(member):
                 return

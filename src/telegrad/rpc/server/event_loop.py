@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from telegrad.errors import CallCancelled
-from telegrad.rpc.threads import ending
+from telegrad.rpc.threads import os_thread
 
 Result = Callable[[Any], None]
 Failure = Callable[[BaseException], None]
@@ -58,4 +58,4 @@ class EventLoop:
         """Cancel what still runs and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread is not threading.current_thread():
-            ending.join(self._thread, 1.0)
+            os_thread.join(self._thread, 1.0)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from telegrad.rpc.threads import ending
+from telegrad.rpc.threads import os_thread
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -207,7 +207,7 @@ class IoThreads:
         for thread in threads:
             if thread is here:
                 continue
-            while not ending.join(thread, _STEP):
+            while not os_thread.join(thread, _STEP):
                 taken = self.working and not self._idle  # all that are left
                 if time.monotonic() - began >= (_MOMENT if taken else timeout):
                     break

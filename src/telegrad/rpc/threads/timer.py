@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from telegrad.rpc.threads import ending
+from telegrad.rpc.threads import os_thread
 from telegrad.rpc.threads.wakeup import Wakeup
 
 log = logging.getLogger("telegrad.rpc")
@@ -67,4 +67,4 @@ class Timer:
         self._closed = True
         self._wakeup.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            ending.join(self._thread, 1.0)
+            os_thread.join(self._thread, 1.0)

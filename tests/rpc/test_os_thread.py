@@ -3,7 +3,7 @@
 import ctypes
 import threading
 
-from telegrad.rpc.threads import ending
+from telegrad.rpc.threads import os_thread
 
 
 def _start_one_that_lingers(microseconds: int) -> threading.Thread:
@@ -18,12 +18,12 @@ def _start_one_that_lingers(microseconds: int) -> threading.Thread:
 
 def test_the_end_of_a_thread_is_waited_for() -> None:
     thread = _start_one_that_lingers(200_000)
-    assert ending.join(thread, 10)
-    assert not ending.exists(thread)
+    assert os_thread.join(thread, 10)
+    assert not os_thread.exists(thread)
 
 
 def test_not_longer_than_asked_for() -> None:
     thread = _start_one_that_lingers(900_000)
-    assert not ending.join(thread, 0.01)
-    assert ending.exists(thread)
-    assert ending.join(thread, 10)
+    assert not os_thread.join(thread, 0.01)
+    assert os_thread.exists(thread)
+    assert os_thread.join(thread, 10)
