@@ -19,7 +19,7 @@ def run(arguments: list[str], **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,7 +55,7 @@ def test_a_child_that_does_not_import_torch_does_not_import_telegrad(tmp_path: P
 
 def test_without_a_program_it_says_how_to_use_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "telegrad.compat"], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-m", "telegrad.compat"], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 2
     assert "script.py" in done.stderr

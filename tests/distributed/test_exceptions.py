@@ -290,7 +290,7 @@ def test_then_and_callbacks(pair: Cluster) -> None:
     assert torch.equal(future.then(lambda f: f.wait() * 2).then(lambda f: f.value() + 1).wait(), torch.full((2,), 5.0))
     seen = threading.Event()
     future.add_done_callback(lambda f: seen.set() if f.done() else None)
-    assert seen.wait(5)
+    assert seen.wait(20)
     failed = rpc.rpc_async("worker1", fail_told)
     with pytest.raises(RuntimeError, match="seven"):
         failed.then(lambda f: f.wait()).wait()

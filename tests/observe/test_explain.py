@@ -174,7 +174,7 @@ def test_a_call_that_hangs_is_explained_down_to_the_users_line(job, capfd):
 @pytest.mark.slow
 def test_a_circle_through_a_lock_is_named(job):
     call = rpc.rpc_async("worker1", hold_and_call, args=("worker2",))
-    wait_until(lambda: "DEADLOCK" in observe.explain(), seconds=20)
+    wait_until(lambda: "DEADLOCK" in observe.explain(), seconds=60)
     lines = [part for part in observe.explain().split("\n\n") if part.startswith("DEADLOCK")]
     assert len(lines) == 1, lines
     (line,) = lines
