@@ -232,7 +232,7 @@ def test_a_flood_of_strangers(agent: Agent, kind: str, caplog: pytest.LogCapture
         times = _latencies(2.0)
         for _ in range(4):  # a moment in which the machine had something else to do is not the flood
             if p99(times) - p99(quiet) > 0.040:
-                times = _latencies(2.0)
+                times = _latencies(1.0)
         begun = time.monotonic()
         for number in range(5):
             with lying_member(agent, kind=kind, hello=_honest(agent, number)) as ours:

@@ -76,7 +76,7 @@ def test_it_runs(workers: Cluster) -> None:
 
 
 def test_it_waits_for_another(workers: Cluster) -> None:
-    text = text_of("worker1", ask_another, ("worker2", 20.0))
+    text = text_of("worker1", ask_another, ("worker2", 4.0))
     assert re.search(r"in ask_another, where it has waited \d+ ms for slow\(\) on worker 'worker2'", text)
 
 

@@ -35,6 +35,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__  # what users use, and not the modules behind it
+
+
 def _explain() -> str:
     return str(importlib.import_module(f"{__name__}.explanation").explain())
 
