@@ -42,7 +42,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 
 def still_works() -> None:
-    assert rpc.rpc_sync("alone", os.getpid, timeout=5) == os.getpid()
+    assert rpc.rpc_sync("alone", os.getpid, timeout=30) == os.getpid()
 
 
 def test_backward_from_references_that_do_not_exist(agent: Agent) -> None:

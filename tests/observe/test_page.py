@@ -23,7 +23,7 @@ model = torch.nn.Linear(256, 256)
 
 def get(url: str, **headers: str) -> bytes:
     request = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request, timeout=30) as answer:
         return bytes(answer.read())
 
 
