@@ -11,6 +11,7 @@
     |-- CallCancelled             by `Future.cancel`, or by cancelling what awaited the call
     |-- WorkerDied (ConnectionError)       a worker closed or fell silent: says what it was asked
     |-- AuthenticationError       a peer did not prove that it knows the job's secret
+    |-- SealBroken (ConnectionError)       a piece of a large tensor is not what its sender sealed
     |-- ProtocolError             a peer sent what is no message; that connection is closed
     |-- CallRefused (PermissionError)      a worker's rules forbid what was asked: names the rule
     |-- SerializationError (TypeError)     a function, argument or result cannot be sent
@@ -96,6 +97,11 @@ def _rebuild_worker_died(kind: type[WorkerDied], message: str, worker: str, inca
 
 class AuthenticationError(TelegradError):
     """A peer could not prove that it knows the job's secret."""
+
+
+class SealBroken(TelegradError, ConnectionError):
+    """What came for a large tensor is not what the peer has encrypted. That connection is closed, as one that was lost
+    is: what it carried is sent again over the next."""
 
 
 class ProtocolError(TelegradError):

@@ -128,3 +128,4 @@ def test_a_child_forked_by_one_that_took_its_share_exits_as_it_means_to() -> Non
 def test_connections_for_a_large_tensor(workers: int, connections: int) -> None:
     assert cores.connections_for(workers, encrypted=False) == connections
     assert cores.connections_for(workers, encrypted=True) == 1
+    assert 3 <= cores.sealed_connections_for(workers) <= 9
