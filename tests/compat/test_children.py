@@ -27,7 +27,10 @@ def run(arguments: list[str], **environment: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["torch", "spawn", "forkserver", "fork", "subprocess"])
+@pytest.mark.parametrize(
+    "how",
+    ["torch", "fork", *(pytest.param(how, marks=pytest.mark.long) for how in ("spawn", "forkserver", "subprocess"))],
+)
 def test_a_script_and_its_workers_run_on_telegrad(how: str, tmp_path: Path) -> None:
     assert OUTPUT in run([str(PROGRAM), how, f"file://{tmp_path}/meeting"])
 
