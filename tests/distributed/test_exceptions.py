@@ -238,6 +238,15 @@ def test_an_error_that_is_raised_again_does_not_grow(pair: Cluster) -> None:
     assert shown[0] == shown[1] == shown[2]
 
 
+def test_a_value_that_could_not_be_made_says_so_each_time(pair: Cluster) -> None:
+    failed = rpc.remote("worker1", fail_stubborn)
+    for _ in range(3):
+        with pytest.raises(Stubborn, match="1 and 2"):
+            failed.to_here()
+    with pytest.raises(Stubborn, match="1 and 2"):
+        failed.rpc_sync().method()
+
+
 def fail_in_a_group() -> None:
     failed = []
     for each in (fail_told, fail_stubborn):
@@ -389,7 +398,7 @@ def test_then_and_callbacks(pair: Cluster) -> None:
     assert torch.equal(future.then(lambda f: f.wait() * 2).then(lambda f: f.value() + 1).wait(), torch.full((2,), 5.0))
     seen = threading.Event()
     future.add_done_callback(lambda f: seen.set() if f.done() else None)
-    assert seen.wait(5)
+    assert seen.wait(20)
     failed = rpc.rpc_async("worker1", fail_told)
     with pytest.raises(RuntimeError, match="seven"):
         failed.then(lambda f: f.wait()).wait()

@@ -265,7 +265,7 @@ def test_a_call_of_an_abandoned_step_does_no_harm(cluster: HarmedCluster) -> Non
                 late = rpc.rpc_async("worker1", draw_later, (counter, k == 1 and not run.returns))
                 if k == 1 and not run.returns:
                     wait_until(lambda: rpc.rpc_sync("worker1", is_drawing))
-                    threading.Timer(0.3, rpc.rpc_sync, ("worker1", go_on)).start()
+                    threading.Thread(target=rpc.rpc_sync, args=("worker1", go_on_when_given_up)).start()
                     kill(cluster, "worker2")
                     rpc.rpc_sync("worker2", abs, (1,))
                 drawn[k] = late.wait()
@@ -284,7 +284,7 @@ def draw_later(counter: durable.DurableRef[Counter], wait: bool) -> list[float]:
     values = torch.rand(1).tolist()
     if wait:
         _drawing.set()
-        assert _going.wait(20)
+        assert _going.wait(50)
         torch.rand(5)  # after the others have given up
         try:
             counter.local_value()
@@ -298,7 +298,12 @@ def is_drawing() -> bool:
     return _drawing.is_set()
 
 
-def go_on() -> None:
+def go_on_when_given_up() -> None:
+    from telegrad.durable.part import part_of
+    from telegrad.rpc.current import require_agent
+
+    part = part_of(require_agent(), "late")
+    wait_until(lambda: not part.holdings.live)
     _going.set()
 
 

@@ -159,7 +159,7 @@ def test_examples_that_start_workers(name: str, tmp_path: Path) -> None:
         assert runner.failures == 0 and runner.tries
     """
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=150, env=environment)
 
 
 def _free_port() -> int:
