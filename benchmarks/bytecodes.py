@@ -23,7 +23,7 @@ from typing import Any
 
 STEPS = 40
 _WARM_UP = 30
-_DEADLINE = 50.0
+_DEADLINE = 150.0
 _LOOK = 0.5  # seconds: a thread that looks for its next message finds it, as it does where steps follow one another
 _BY_THE_CLOCK = "threads/timer.py"  # used every few milliseconds, and so less often than once a step
 _TIMER = "-timer"  # the thread that wakes by the clock: how often depends on the machine

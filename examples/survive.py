@@ -11,7 +11,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,10 @@ def train(cluster: Cluster, steps: int, kills: int, seed: int) -> tuple[Losses, 
     schedule = run.keep(OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps))
     losses: Losses = {}
     deaths: list[Death] = []
-    with Bar(steps) as bar, killer(cluster, run, kills, steps, seed, deaths):
+    with Bar(steps) as bar, killer(cluster, run, kills, steps, seed, deaths) as await_killer:
         for number in run.steps(steps):
+            if number == steps - 1:
+                await_killer()  # behind the last step nobody would wait for the return of a worker
             with run.step() as context_id:
                 points, side = batch(number)
                 guess = parts[1](parts[0](points)).squeeze(1)
@@ -75,8 +77,9 @@ def train(cluster: Cluster, steps: int, kills: int, seed: int) -> tuple[Losses, 
 @contextmanager
 def killer(
     cluster: Cluster, run: durable.Run, kills: int, steps: int, seed: int, deaths: list[Death]
-) -> Iterator[None]:
-    """While the block runs, kill a worker at random each time the run has come so far."""
+) -> Iterator[Callable[[], None]]:
+    """While the block runs, kill a worker at random each time the run has come so far. What it gives waits for the next
+    kill, if one is left."""
     over = threading.Event()
     chance = random.Random(seed)
     moments = sorted(chance.sample(range(1, steps - 1), kills))
@@ -87,14 +90,18 @@ def killer(
                 if over.wait(0.001):
                     return
             time.sleep(chance.uniform(0, 0.01))
-            victim = chance.choice(cluster.others)
-            deaths.append((run.completed, victim))
+            victim, step = chance.choice(cluster.others), run.completed
             cluster.kill(victim)
+            deaths.append((step, victim))
+
+    def await_kill() -> None:
+        while thread.is_alive() and len(deaths) < kills and len(run.returns) >= len(deaths):
+            time.sleep(0.001)
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     try:
-        yield
+        yield await_kill
     finally:
         over.set()
         thread.join()

@@ -24,12 +24,14 @@ _NAMES = {"local_cluster": "telegrad.launch"}
 check_requirements()
 
 
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
-    if name in __all__:
-        return importlib.import_module(f"telegrad.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a checker every name would exist then
+
+    def __getattr__(name: str) -> Any:
+        if name in _NAMES:
+            return getattr(importlib.import_module(_NAMES[name]), name)
+        if name in __all__:
+            return importlib.import_module(f"telegrad.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -3,21 +3,22 @@
     TelegradError (RuntimeError)
     |-- NotInitialized            no agent runs in this process: call init_rpc first
     |-- AlreadyInitialized        init_rpc without shutdown in between
-    |-- RendezvousError           the workers did not find each other, or clash (names, ranks, versions)
-    |-- ShutdownError             a graceful shutdown could not complete: names who is missing and what is outstanding
+    |-- RendezvousError           the workers did not find each other, or clash
+    |-- ShutdownError             a graceful shutdown could not complete: says who is missing
     |-- UnknownWorker (ValueError)         no such name, rank or id
     |-- InvalidName (ValueError)  what was given cannot be the name of a worker
     |-- RpcTimeout (TimeoutError)  a deadline passed: names what was waited for
-    |-- CallCancelled             the call was cancelled by `Future.cancel`, or by cancelling what awaited it
-    |-- WorkerDied (ConnectionError)       a worker closed or fell silent: names it and what it was asked
-    |-- AuthenticationError       a peer could not prove that it knows the job's secret, or there is none to prove
-    |-- ProtocolError             a peer sent bytes that are not a valid message; that connection is closed
-    |-- CallRefused (PermissionError)      a worker's rules do not allow what was asked: names the rule
+    |-- CallCancelled             by `Future.cancel`, or by cancelling what awaited the call
+    |-- WorkerDied (ConnectionError)       a worker closed or fell silent: says what it was asked
+    |-- AuthenticationError       a peer did not prove that it knows the job's secret
+    |-- SealBroken (ConnectionError)       a piece of a large tensor is not what its sender sealed
+    |-- ProtocolError             a peer sent what is no message; that connection is closed
+    |-- CallRefused (PermissionError)      a worker's rules forbid what was asked: names the rule
     |-- SerializationError (TypeError)     a function, argument or result cannot be sent
     |-- RemoteError               a remote exception whose own type could not be rebuilt here
     |-- RRefError                 a reference was used in a way, place or time it cannot serve
     |-- DurableError              training that survives
-    |   |-- NotRestored (WorkerDied)       a worker was started again and has not got its durable values back yet
+    |   |-- NotRestored (WorkerDied)       a worker came back, its durable values have not yet
     |   |-- RunSuperseded         a message of a step, or of a driver, that was given up
     |   `-- StateLost             an owner died with all who kept its state: names it
     `-- AutogradError             contexts and backward passes
@@ -25,7 +26,7 @@
         |-- ContextFailed (WorkerDied)     the context lost a participant: names it
         `-- GradientMismatch      a gradient does not fit the tensor it belongs to
 
-    GradientsEndHere (UserWarning)         a result that requires grad, of a call outside any context
+    GradientsEndHere (UserWarning)         a result that requires grad, outside any context
 
 What is in brackets is a second base: a builtin, so that a program written for `except TimeoutError`, or for the
 RuntimeError that torch raises, keeps working; or an error that calls for the same answer. An exception raised by a
@@ -96,6 +97,11 @@ def _rebuild_worker_died(kind: type[WorkerDied], message: str, worker: str, inca
 
 class AuthenticationError(TelegradError):
     """A peer could not prove that it knows the job's secret."""
+
+
+class SealBroken(TelegradError, ConnectionError):
+    """What came for a large tensor is not what the peer has encrypted. That connection is closed, as one that was lost
+    is: what it carried is sent again over the next."""
 
 
 class ProtocolError(TelegradError):

@@ -103,10 +103,10 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     try:
         yield audit
         begun = time.monotonic()
-        rpc.shutdown(timeout=20)
-        assert time.monotonic() - begun < 4, "it waited for references that were refused"
+        rpc.shutdown(timeout=30)
+        assert time.monotonic() - begun < 15, "it waited for references that were refused"
     finally:
-        end([other], patience=5)
+        end([other], patience=30)
 
 
 def test_what_travels(records: Path) -> None:

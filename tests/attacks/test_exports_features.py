@@ -57,7 +57,7 @@ def meeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         rpc.shutdown(timeout=20)
     finally:
         rpc.withdraw("forward")
-        end([other], patience=5)
+        end([other], patience=30)
 
 
 @pytest.fixture(autouse=True)

@@ -245,7 +245,7 @@ def test_every_message_has_its_rule(agent: Agent) -> None:
 
 
 _ANSWERED = {
-    "AbortPass", "Ack", "CancelCall", "CleanupAutogradContext", "ParticipantDied", "Ping", "RRefAck",
+    "AbortPass", "Ack", "CancelCall", "CleanupAutogradContext", "GivenUp", "ParticipantDied", "Ping", "RRefAck",
     "RRefChildAccept", "RRefCreationFailed", "RRefFlush", "RRefFlushed", "RRefUserDelete", "TooLateForPass",
 }  # fmt: skip
 _REFUSED = {

@@ -207,7 +207,7 @@ def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
     finally:
         ours.close()
         with contextlib.suppress(ProcessLookupError):
-            end([worker], patience=5)
+            end([worker], patience=30)
 
 
 def test_every_message_is_fuzzed() -> None:

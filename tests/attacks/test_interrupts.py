@@ -51,7 +51,7 @@ def _interrupted(source: random.Random) -> bool:
     timer = threading.Timer(source.uniform(0.0, 0.02), signal.pthread_kill, (main, signal.SIGINT))
     try:
         timer.start()  # in here: it may come at once
-        until = time.monotonic() + 5
+        until = time.monotonic() + 20
         while time.monotonic() < until:
             _one(source)
     except KeyboardInterrupt:
@@ -63,7 +63,7 @@ def _interrupted(source: random.Random) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(240)
 def test_interrupts_at_random_moments(long_profile: bool) -> None:
     source = random.Random(11)
     with cluster(2):
@@ -71,10 +71,10 @@ def test_interrupts_at_random_moments(long_profile: bool) -> None:
         for _ in range(LONG if long_profile else SHORT):
             came += _interrupted(source)
             begun = time.monotonic()
-            assert torch.equal(rpc.rpc_sync("worker1", work, (torch.ones(1), 0.0), timeout=5), torch.full((1,), 2.0))
-            assert time.monotonic() - begun < 5
+            assert torch.equal(rpc.rpc_sync("worker1", work, (torch.ones(1), 0.0), timeout=30), torch.full((1,), 2.0))
+            assert time.monotonic() - begun < 20
         assert came == (LONG if long_profile else SHORT)
-        wait_until(lambda: not require_agent().under_way(), 15)  # and the shutdown of this cluster is graceful
+        wait_until(lambda: not require_agent().under_way(), 40)  # and the shutdown of this cluster is graceful
 
 
 def test_an_interrupted_join_leaves_nothing(tmp_path: object) -> None:
@@ -134,5 +134,5 @@ def test_a_forked_child_ends_nobody(tmp_path: object) -> None:
     path = os.path.join(str(tmp_path), "program.py")
     with open(path, "w") as file:
         file.write(FORKS)
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0 and "ended well" in done.stdout, done.stderr

@@ -126,7 +126,7 @@ def _next_incarnation() -> int:
 
 
 def _call(x: torch.Tensor = X) -> Any:
-    return rpc.rpc_sync("liar", "anything", (x,), timeout=1)
+    return rpc.rpc_sync("liar", "anything", (x,), timeout=20)
 
 
 class _Bomb:
@@ -225,7 +225,7 @@ def test_any_answer(agent: Agent, server: Server, long_profile: bool) -> None:
                     autograd.backward(context_id, [(x if not torch.is_tensor(y) else y).sum()], timeout=0.05)
         except Exception as error:
             refused += isinstance(error, TelegradError)
-        assert time.monotonic() - begun < 5, "a call outlived its deadline"
+        assert time.monotonic() - begun < 20, "a call outlived its deadline"
     assert refused > 20 and memory_mb() - before < 100
     server.answer = honest
-    assert torch.equal(rpc.rpc_sync("liar", "anything", (X,), timeout=5), X)
+    assert torch.equal(rpc.rpc_sync("liar", "anything", (X,), timeout=30), X)

@@ -256,7 +256,7 @@ def test_certificates_name_the_workers(authority: Path) -> None:
         assert rpc.rpc_sync("worker1", os.getpid) == other.pid
         rpc.shutdown(timeout=20)
     finally:
-        end([other], patience=5)
+        end([other], patience=30)
 
 
 def test_a_worker_with_the_certificate_of_another(authority: Path) -> None:

@@ -164,4 +164,4 @@ def test_a_pass_over_three_parties(tmp_path: Path) -> None:
         wait_until(lambda: not any(rpc.rpc_sync(name, "open_contexts") for name in ("second", "third")))
         rpc.shutdown(timeout=20)
     finally:
-        end(others, patience=5)
+        end(others, patience=30)

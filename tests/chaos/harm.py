@@ -71,7 +71,7 @@ def harmed_cluster(size: int, **options: Any) -> Iterator[HarmedCluster]:
         try:
             yield made
             rpc.shutdown(timeout=20)
-            end(made.processes, patience=10)
+            end(made.processes, patience=30)
             assert [p.exitcode for p in made.processes] == [0] * len(made.processes)
         finally:
             for name in made.others:

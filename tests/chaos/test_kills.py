@@ -1,7 +1,7 @@
 """Random programs while random workers are killed or stopped: right gradients or `WorkerDied`, and nothing left behind.
 
 Each round runs programs of the oracle one after the other and harms a worker at a random moment. Each program must
-leave what one process leaves, or fail within three seconds of the harm with a `WorkerDied` that names the victim in its
+leave what one process leaves, or fail within seconds of the harm with a `WorkerDied` that names the victim in its
 very incarnation. The victim is then replaced, and everyone goes on. In the end no worker has more than when all began.
 """
 
@@ -22,7 +22,7 @@ from tests.oracle.interpreter import Outcome
 from tests.oracle.program import Program, script
 from tests.oracle.strategy import MOST_WORKERS, programs
 
-NOTICED_SECONDS = 3.0
+NOTICED_SECONDS = 15.0  # on a busy machine; what is not noticed takes a minute
 WARM_UP = 3  # rounds after which the number of threads and descriptors has settled
 SPARE = 8  # threads and descriptors that come and go
 EMPTY = ("open shared memory", "mapped shared memory", "requests", "overdue", "contexts", "passes", "references")

@@ -19,7 +19,7 @@ def run(arguments: list[str], **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -27,7 +27,10 @@ def run(arguments: list[str], **environment: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["torch", "spawn", "forkserver", "fork", "subprocess"])
+@pytest.mark.parametrize(
+    "how",
+    ["torch", "fork", *(pytest.param(how, marks=pytest.mark.long) for how in ("spawn", "forkserver", "subprocess"))],
+)
 def test_a_script_and_its_workers_run_on_telegrad(how: str, tmp_path: Path) -> None:
     assert OUTPUT in run([str(PROGRAM), how, f"file://{tmp_path}/meeting"])
 
@@ -55,7 +58,7 @@ def test_a_child_that_does_not_import_torch_does_not_import_telegrad(tmp_path: P
 
 def test_without_a_program_it_says_how_to_use_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "telegrad.compat"], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-m", "telegrad.compat"], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 2
     assert "script.py" in done.stderr

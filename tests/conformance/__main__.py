@@ -16,7 +16,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these suites need none, and a process that has looked at one cannot be forked
 
 _SAMPLE = 12  # one test in so many of a large suite; of a small one, all
-_SMALL = 10
+_SMALL = 5
 
 
 def _arguments() -> argparse.Namespace:

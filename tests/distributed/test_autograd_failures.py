@@ -88,6 +88,15 @@ def both(x: Tensor) -> Tensor:
     return kept[-1] + rpc.rpc_sync("worker2", breaks, (kept[-1],))
 
 
+def double_when_open(x: Tensor) -> Tensor:
+    assert gate.wait(30)
+    return x * 2
+
+
+def close_gate() -> None:
+    gate.clear()
+
+
 def open_gate() -> None:
     gate.set()
 
@@ -132,7 +141,7 @@ def await_released(workers: int = 3) -> None:
 
 
 def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -335,11 +344,11 @@ def test_a_reply_that_comes_too_late(trio: Cluster) -> None:
 def test_a_pass_does_not_wait_for_calls_under_way(trio: Cluster) -> None:
     x = leaf()
     with autograd.context() as context_id:
-        still_running = rpc.rpc_async("worker1", slowly, (x, 1.0))
+        rpc.rpc_sync("worker1", close_gate)
+        still_running = rpc.rpc_async("worker1", double_when_open, (x,))
         y = rpc.rpc_sync("worker2", double, (x,))
-        before = time.monotonic()
-        autograd.backward(context_id, [y.sum()], retain_graph=True, timeout=10)
-        assert time.monotonic() - before < 0.9
+        autograd.backward(context_id, [y.sum()], retain_graph=True, timeout=15)
+        outside("worker1", open_gate)
         z = still_running.wait()
         autograd.backward(context_id, [y.sum() + z.sum()], timeout=10)
         assert autograd.get_gradients(context_id)[x].tolist() == [6.0, 6.0]

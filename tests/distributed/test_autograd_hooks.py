@@ -117,10 +117,15 @@ def remote_layer(x: Tensor) -> Tensor:
 
 def train(rank: int, store: str, x: Tensor, steps: int) -> list[tuple[Tensor, Any]]:
     try:
-        trainer = Trainer(rank, store)
-        return [trainer.step(x) for _ in range(steps)]
+        return _steps(Trainer(rank, store), x, steps)
     finally:
+        # After the replica has ended. If that were the last to hold the group, torch would end the group with the GIL
+        # held, and wait for a thread of it that may need the GIL to let go of the last tensor.
         dist.destroy_process_group()
+
+
+def _steps(trainer: Trainer, x: Tensor, steps: int) -> list[tuple[Tensor, Any]]:
+    return [trainer.step(x) for _ in range(steps)]
 
 
 def gradient_in_one_process(x: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def test_all_shut_down_after_the_first_rank_was_started_again(anywhere: str) -> 
         started[0].kill()
         started[0].join()
         started[0] = process(serve_then_shut_down, "w0", 0, 4, anywhere)
-        wait_until(lambda: _answers("w0"), 20)
+        wait_until(lambda: _answers("w0"), 60)
         for name in ("w0", "w1", "w2"):
             rpc.rpc_sync(name, go)
         rpc.shutdown(timeout=10)
@@ -129,7 +129,7 @@ def test_the_first_rank_comes_back_while_others_wait_in_their_shutdown(anywhere:
         started[0].kill()
         started[0].join()
         started[0] = process(serve_then_shut_down, "w0", 0, 3, anywhere)
-        wait_until(lambda: _answers("w0"), 20)
+        wait_until(lambda: _answers("w0"), 60)
         rpc.rpc_sync("w0", go)
         rpc.shutdown(timeout=10)
         assert await_ends(started) == [0, 0]
@@ -153,9 +153,9 @@ def test_an_open_job_admits_others_after_a_restart(tmp_path: Path) -> None:
             started[1].kill()
             started[1].join()
             started.append(process(serve_forever, "b", -1, None, meeting))
-            wait_until(lambda: _answers("b"), 20)
+            wait_until(lambda: _answers("b"), 60)
             started.append(process(serve_forever, "c", -1, None, meeting))
-            wait_until(lambda: _known("c"), 20)
+            wait_until(lambda: _known("c"), 60)
             assert rpc.rpc_sync("c", who) == "c"
             assert rpc.rpc_sync("c", rpc.rpc_sync, ("b", who)) == "b"
         finally:
@@ -208,8 +208,8 @@ def strangers_port(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_a_port_that_another_program_holds_is_named(strangers_port: int, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     with pytest.raises(RendezvousError, match=rf"port {strangers_port} .*held by process {os.getpid()} \(.*python"):
-        join("w0", 0, 2, f"tcp://127.0.0.1:{strangers_port}", {"rendezvous_timeout": 10})
-    assert time.monotonic() - began < 9
+        join("w0", 0, 2, f"tcp://127.0.0.1:{strangers_port}", {"rendezvous_timeout": 40})
+    assert time.monotonic() - began < 30
     assert "frame #" not in capfd.readouterr().err
 
 
@@ -271,6 +271,7 @@ def test_different_sizes_are_told_to_both(tmp_path: Path, caplog: pytest.LogCapt
         except RendezvousError as error:
             errors.append(error)
 
+    process(str).join()  # whatever has to be imported for the other is imported before the time begins
     with processes() as started:
         thread = threading.Thread(target=first)
         thread.start()

@@ -1,5 +1,6 @@
 """Exceptions on their way home: own type, attributes, the worker's name, both stacks; and futures that fail unseen."""
 
+import asyncio
 import functools
 import gc
 import logging
@@ -8,11 +9,12 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.errors import RemoteError, SerializationError, TelegradError
 from tests.cluster import Cluster
 
@@ -164,6 +166,112 @@ def deep(depth: int) -> None:
     deep(depth - 1)
 
 
+def fail_in_backward(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda _: fail_stubborn())
+    return y
+
+
+def yield_and_fail() -> Iterator[int]:
+    yield 1
+    fail_stubborn()
+
+
+class Failing:
+    def method(self) -> None:
+        fail_stubborn()
+
+
+def in_backward() -> None:
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", fail_in_backward, (torch.ones(2, requires_grad=True),))
+        autograd.backward(context_id, [y.sum()])
+
+
+def awaited() -> None:
+    async def main() -> None:
+        await rpc.rpc_async("worker1", fail_stubborn)
+
+    asyncio.run(main())
+
+
+def streamed_to_a_coroutine() -> None:
+    async def main() -> None:
+        async for _ in rpc.stream("worker1", yield_and_fail):
+            pass
+
+    asyncio.run(main())
+
+
+WAYS_HOME: dict[str, Callable[[], object]] = {
+    "rpc_sync": lambda: rpc.rpc_sync("worker1", fail_stubborn),
+    "wait": lambda: rpc.rpc_async("worker1", fail_stubborn).wait(),
+    "await": awaited,
+    "to_here": lambda: rpc.remote("worker1", fail_stubborn).to_here(),
+    "a method": lambda: rpc.remote("worker1", Failing).rpc_sync().method(),
+    "a method's future": lambda: rpc.remote("worker1", Failing).rpc_async().method().wait(),
+    "gather": lambda: rpc.gather(fail_stubborn, workers=["worker1"]),
+    "map": lambda: list(rpc.map(lambda _: fail_stubborn(), [1])),
+    "stream": lambda: list(rpc.stream("worker1", yield_and_fail)),
+    "async for": streamed_to_a_coroutine,
+    "backward": in_backward,
+}
+
+
+@pytest.mark.parametrize("way", WAYS_HOME)
+def test_each_way_home_shows_the_frames_of_the_user(pair: Cluster, way: str) -> None:
+    with pytest.raises(Stubborn, match="1 and 2") as caught:
+        WAYS_HOME[way]()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert len(shown.splitlines()) <= 25
+    assert os.path.join("telegrad", "") + "rpc" not in shown
+    assert f"in {fail_stubborn.__name__}" in shown
+
+
+def test_an_error_that_is_raised_again_does_not_grow(pair: Cluster) -> None:
+    future = rpc.rpc_async("worker1", fail_stubborn)
+    shown = []
+    for _ in range(3):
+        with pytest.raises(Stubborn) as caught:
+            future.wait()
+        shown.append(len(traceback.format_exception(caught.value)))
+    assert shown[0] == shown[1] == shown[2]
+
+
+def test_a_value_that_could_not_be_made_says_so_each_time(pair: Cluster) -> None:
+    failed = rpc.remote("worker1", fail_stubborn)
+    for _ in range(3):
+        with pytest.raises(Stubborn, match="1 and 2"):
+            failed.to_here()
+    with pytest.raises(Stubborn, match="1 and 2"):
+        failed.rpc_sync().method()
+
+
+def fail_in_a_group() -> None:
+    failed = []
+    for each in (fail_told, fail_stubborn):
+        try:
+            each()
+        except Exception as error:
+            failed.append(error)
+    raise ExceptionGroup("both", failed)
+
+
+def test_groups_keep_what_they_hold(pair: Cluster) -> None:
+    told, stubborn = [], []
+    try:
+        rpc.rpc_sync("worker1", fail_in_a_group)
+    except* Told as group:
+        told = [(error.code, error.reason) for error in group.exceptions]  # type: ignore[union-attr]
+    except* Stubborn as group:
+        stubborn = [error.one for error in group.exceptions]  # type: ignore[union-attr]
+        shown = "".join(traceback.format_exception(group))
+    assert told == [(7, "seven")]
+    assert stubborn == [1]
+    assert "of which Stubborn: 1 and 2" in shown
+    assert "in fail_stubborn" in shown
+
+
 def test_many_frames_are_counted(pair: Cluster) -> None:
     with pytest.raises(Told) as caught:
         rpc.rpc_sync("worker1", deep, (30,))
@@ -290,7 +398,7 @@ def test_then_and_callbacks(pair: Cluster) -> None:
     assert torch.equal(future.then(lambda f: f.wait() * 2).then(lambda f: f.value() + 1).wait(), torch.full((2,), 5.0))
     seen = threading.Event()
     future.add_done_callback(lambda f: seen.set() if f.done() else None)
-    assert seen.wait(5)
+    assert seen.wait(20)
     failed = rpc.rpc_async("worker1", fail_told)
     with pytest.raises(RuntimeError, match="seven"):
         failed.then(lambda f: f.wait()).wait()

@@ -28,8 +28,8 @@ from tests.cluster import Cluster, cluster, process, serve
 pytestmark = pytest.mark.slow
 
 HEARTBEAT = 0.3
-AT_ONCE = 2.0  # seconds, on a busy machine
-STOPPED = 3 * HEARTBEAT + 2.0
+AT_ONCE = 15.0  # seconds, on a busy machine; what is not noticed takes as long as the call's own deadline, a minute
+STOPPED = 3 * HEARTBEAT + AT_ONCE
 HARMLESS = {"heartbeat": HEARTBEAT}
 
 
@@ -50,7 +50,7 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - started < seconds
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -261,9 +261,9 @@ def test_shutdown_does_not_wait_for_the_dead(tmp_path: Any) -> None:
     """Also not for the one that kept the book, which is rank 0 and this process: so another leaves first."""
     with harmed(3) as made:
         made.kill("worker1")
-        with within(AT_ONCE + 1):
-            rpc.shutdown(timeout=10)
-        made.processes[1].join(5)
+        with within(AT_ONCE):
+            rpc.shutdown(timeout=30)
+        made.processes[1].join(20)
         assert made.processes[1].exitcode == 0
         _become_a_worker_again(tmp_path)
 
@@ -320,7 +320,7 @@ def test_a_stopped_worker_does_not_hold_up_a_shutdown(tmp_path: Any) -> None:
         with pytest.raises(WorkerDied):
             rpc.rpc_sync("worker1", count, args=("k",))
         with within(STOPPED):
-            rpc.shutdown(timeout=10)
+            rpc.shutdown(timeout=30)
         _become_a_worker_again(tmp_path)
 
 
@@ -420,7 +420,7 @@ def test_no_retry_unless_asked_for(tmp_path: Any) -> None:
         threading.Thread(target=lambda: (until(_marked(mark)), made.kill("worker1")), daemon=True).start()
         with pytest.raises(WorkerDied, match="worker1"):
             rpc.rpc_sync("worker1", leave_a_mark, args=(mark, 30.0), timeout=60)
-        with within(AT_ONCE + 1), pytest.raises(WorkerDied, match="not started again"):
+        with within(AT_ONCE), pytest.raises(WorkerDied, match="not started again"):
             rpc.rpc_sync("worker1", leave_a_mark, args=(mark, 0.0), timeout=0.5, retries=3)
 
 
@@ -432,7 +432,7 @@ def test_a_worker_that_does_not_take_in_pushes_back() -> None:
     with harmed(2, shared_memory=False, heartbeat=30) as made:
         rpc.rpc_sync("worker1", count, args=("k",))
         stop(made, "worker1")
-        with within(AT_ONCE + 3), pytest.raises(RpcTimeout):
+        with within(AT_ONCE), pytest.raises(RpcTimeout):
             rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(16 * 2**20),), timeout=1.0)
         go_on(made, "worker1")
         assert rpc.rpc_sync("worker1", count, args=("k",)) == 2  # half a message was written, and is forgotten

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 HEARTBEAT = 0.3
 OPTIONS: dict[str, Any] = {"heartbeat": HEARTBEAT}
-AT_ONCE = 3.0
+AT_ONCE = 15.0
 
 
 @contextmanager

@@ -181,7 +181,7 @@ def wait_for_rank(rank: int, meeting: str, kind: str = "static") -> None:
     def look() -> bool:
         return any(int(member.worker_id) == rank for member in read_records(log, Seal(user_secret())))
 
-    wait_until(look, 30)
+    wait_until(look, 60)
 
 
 def test_missing_ranks_are_named(meeting: str) -> None:
@@ -191,7 +191,7 @@ def test_missing_ranks_are_named(meeting: str) -> None:
         start = time.monotonic()
         with pytest.raises(RendezvousError, match=r"\[1, 3\].*did not come"):
             join("worker0", 0, 4, meeting, {"rendezvous_timeout": 1.5})
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 20
     with pytest.raises(NotInitialized):
         rpc.get_worker_info()
 
@@ -202,7 +202,7 @@ def test_a_failed_rendezvous_can_be_tried_again(meeting: str) -> None:
     with processes() as started:
         started.append(process(join_and_shut_down, "worker1", 1, 2, meeting, {}, 1))
         join_and_shut_down("worker0", 0, 2, meeting, {}, 1)
-        started[0].join(10)
+        started[0].join(30)
         assert started[0].exitcode == 0
 
 
@@ -311,7 +311,7 @@ def test_a_worker_without_the_secret(
             if given is not None:
                 environment.setenv("TELEGRAD_SECRET", given)
             started.append(in_this_environment(call_and_report, "stranger", 1, 2, meeting, "me", str(report)))
-            wait_until(report.exists, 20)
+            wait_until(report.exists, 60)
             assert "RendezvousError" in report.read_text()
             assert "another secret" in report.read_text()
             assert rpc.rpc_sync("friend", who) == "friend"
@@ -339,7 +339,7 @@ def test_workers_come_and_go(meeting: str, way: str) -> None:
             # Newcomers find each other and the first.
             assert rpc.rpc_sync("second", rpc.rpc_sync, ("third", rpc.rpc_sync, ("first", who))) == "first"
             rpc.rpc_sync("second", leave)
-            started[0].join(10)
+            started[0].join(30)
             assert started[0].exitcode == 0
             with pytest.raises((WorkerDied, UnknownWorker), match="second"):
                 rpc.rpc_sync("second", who)
@@ -353,7 +353,7 @@ def test_workers_come_and_go(meeting: str, way: str) -> None:
         finally:
             rpc.shutdown()
         for each in started[1:]:
-            each.join(10)
+            each.join(30)
             assert each.exitcode == 0
 
 
@@ -373,10 +373,10 @@ def test_the_first_one_goes(anywhere: str, how: str) -> None:
                 rpc.rpc_sync("first", leave)
             else:
                 first.kill()
-            first.join(10)
+            first.join(30)
             for name in ("third", "first"):
                 started.append(in_this_environment(serve_until_told, name, -1, None, anywhere))
-                wait_until(lambda name=name: _found(name) and _answers(name), 20)
+                wait_until(lambda name=name: _found(name) and _answers(name), 60)
                 assert rpc.rpc_sync(name, rpc.rpc_sync, ("second", who)) == "second"
             assert rpc.rpc_sync("third", rpc.rpc_sync, ("first", who)) == "first"
             assert rpc.rpc_sync("first", rpc.rpc_sync, ("third", who)) == "third"
@@ -387,7 +387,7 @@ def test_the_first_one_goes(anywhere: str, how: str) -> None:
         finally:
             rpc.shutdown()
         for each in started[1:]:
-            each.join(10)
+            each.join(30)
             assert each.exitcode == 0
 
 
@@ -508,7 +508,7 @@ def test_a_worker_that_never_shuts_down_is_named(meeting: str) -> None:
         start = time.monotonic()
         with pytest.raises(ShutdownError, match="lingering") as caught:
             rpc.shutdown(timeout=1.0)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20  # it would linger for a minute
         assert "punctual" not in str(caught.value)
         with pytest.raises(NotInitialized):
             rpc.get_worker_info()
@@ -519,7 +519,7 @@ def test_not_graceful_ends_at_once() -> None:
         future = rpc.rpc_async("worker1", hang)
         start = time.monotonic()
         rpc.shutdown(graceful=False)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 15
         with pytest.raises(WorkerDied):
             future.wait()
         join("again", 0, 1, job.meeting + "-again", {})  # for the cluster to shut down
@@ -530,8 +530,8 @@ def test_a_dead_worker_is_not_waited_for() -> None:
         assert rpc.rpc_sync("worker2", who) == "worker2"
         job.kill("worker2")
         start = time.monotonic()
-        rpc.shutdown(timeout=10)
-        assert time.monotonic() - start < 8
+        rpc.shutdown(timeout=30)
+        assert time.monotonic() - start < 20
         join("again", 0, 1, job.meeting + "-again", {})  # for the cluster to shut down
 
 
@@ -552,8 +552,8 @@ def test_a_worker_killed_while_serving(way: str) -> None:
             with pytest.raises(WorkerDied, match=r"'worker1'.*hang") as caught:
                 future.wait()
             assert caught.value.worker == "worker1"
-        thread.join(5)
-        assert time.monotonic() - start < 2
+        thread.join(15)
+        assert time.monotonic() - start < 15  # they have no deadline
         assert isinstance(errors[0], WorkerDied)
         with pytest.raises(WorkerDied, match="worker1"):
             rpc.rpc_sync("worker1", who, timeout=0)

@@ -95,7 +95,7 @@ def test_functions_of_main(tmp_path: Path, which: str) -> None:
         server.write_text(SERVER)
         workers = [start(caller, meeting), start(server, meeting)]
     try:
-        said = [worker.communicate(timeout=50)[0] for worker in workers]
+        said = [worker.communicate(timeout=150)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

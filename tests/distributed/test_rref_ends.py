@@ -31,7 +31,10 @@ def test_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster(2):
         first, second = rpc.RRef(0), rpc.remote("worker1", add, (1, 1))
         assert str(first) == "<RRef 0.0 of 'worker0': int>"
-        assert str(second) == "<RRef 0.1 of 'worker1'>"
+        assert str(second) == "<RRef 0.1 of 'worker1': made by add()>"
+        assert second.to_here() == 2
+        assert str(second) == "<RRef 0.1 of 'worker1': int>"
+        assert str(rpc.remote("worker1", list)).endswith(" of 'worker1': list>")  # a class tells
         assert second.rpc_sync().bit_length() == 2
         assert str(second) == "<RRef 0.1 of 'worker1': int>"
         assert "bit_length" in dir(second.rpc_sync())

@@ -3,7 +3,6 @@
 import functools
 import random
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from telegrad.rpc.client.link import Link
 from telegrad.rpc.current import require_agent
 from telegrad.transport.handshake import Hello
 from telegrad.transport.stream import SocketStream
+from telegrad.transport.stripes.sealed_stream import SealedStream
 from tests.attacks.strangers import lying_member
 from tests.cluster import cluster
 from tests.waiting import wait_until
@@ -48,6 +48,7 @@ def widen(name: str) -> tuple[SocketStream, ...]:
         return current is not None and current.stripes is not None and current._striped
 
     wait_until(is_wide)
+    is_wide()  # once more: the last one may have gone while the others were being put there
     current = link_to(name).current
     assert current is not None and current.stripes is not None and current.stripes.count == STREAMS
     return current.stripes._sides
@@ -125,18 +126,81 @@ def test_a_stream_that_is_cut_is_a_connection_that_is_cut(job: bool, long_profil
         timer.join()
 
 
-def _delay_parts(seconds: float) -> None:
-    """On a worker: the second part of whatever it answers next comes so much later."""
+def _flip_a_bit() -> None:
+    """Somebody between the workers changes what goes over the first of the streams beside a connection next."""
+    links = [link.current for link in require_agent().peers.links()]
+    for connection in [*links, *(session.connection for session in require_agent().peers.sessions())]:
+        side = connection.stripes._sides[0] if connection is not None and connection.stripes is not None else None
+        if isinstance(side, SealedStream):
+            seal = side._sealer.seal
+
+            def flip(piece: memoryview, left: int, into: memoryview, seal: Any = seal) -> None:
+                seal(piece, left, into)
+                into[1000] ^= 1
+
+            side._sealer.seal = flip  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("way", ["request", "reply"])
+def test_what_was_changed_on_its_way_is_sent_again(job: bool, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    if not job:
+        pytest.skip("plain TCP notices nothing")
+    sides = widen("worker2")
+    assert all(isinstance(side, SealedStream) for side in sides)
+    before = link_to("worker2").current
+    x = torch.randn(SIZE)
+    if way == "request":
+        _flip_a_bit()
+    else:
+        rpc.rpc_sync("worker2", _flip_a_bit)
+    key = f"flipped {way}"
+    assert torch.equal(rpc.rpc_sync("worker2", count_and_scale, args=(key, x), timeout=30), 2 * x)
+    assert rpc.rpc_sync("worker2", calls_of, args=(key,)) == 1
+    assert link_to("worker2").current is not before
+    if way == "reply":
+        assert "worker 'worker2' is not the one that was sealed" in caplog.text
+
+
+def _without_sealing(to: str) -> list[str]:
+    """On a worker that cannot seal: what it has beside its connection to another, once it sent large tensors there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("telegrad.rpc.peers.widen.can_seal", lambda: False)
+        return [type(side).__name__ for side in widen(to)]
+
+
+def test_one_end_that_cannot_seal(job: bool) -> None:
+    """Both ends use what `ssl` does, as without the package."""
+    if not job:
+        pytest.skip("nothing is sealed there")
+    assert rpc.rpc_sync("worker1", _without_sealing, args=("worker2",), timeout=30) == ["TlsStream"] * (STREAMS - 1)
+
+
+def test_only_what_is_encrypted_can_be_sealed(job: bool) -> None:
+    if job:
+        pytest.skip("it is")
+    assert "said over TLS" in rpc.rpc_sync("worker1", _in_a_place, args=(1, 1, bytes(32)))
+
+
+_parts_may_go = threading.Event()
+
+
+def _hold_parts() -> None:
+    """On a worker: the second part of whatever it answers next comes when it is told."""
+    _parts_may_go.clear()
     for session in require_agent().peers.sessions():
         if session.connection is not None and session.connection.stripes is not None:
             side = session.connection.stripes._sides[0]
 
             def late(*args: Any, side: SocketStream = side) -> None:
                 del side.send  # type: ignore[method-assign] # back to what it was
-                time.sleep(seconds)
+                _parts_may_go.wait(40)
                 side.send(*args)
 
             side.send = late  # type: ignore[method-assign]
+
+
+def _let_parts_go() -> None:
+    _parts_may_go.set()
 
 
 @pytest.mark.slow
@@ -146,18 +210,18 @@ def test_a_part_that_is_late_keeps_no_caller_beyond_its_deadline(job: bool, how:
     widen("worker1")
     before = link_to("worker1").current
     x = torch.ones(SIZE)
-    rpc.rpc_sync("worker1", _delay_parts, args=(1.5,))
-    began = time.monotonic()
+    rpc.rpc_sync("worker1", _hold_parts)
     if how == "future":
-        future = rpc.rpc_async("worker1", torch.neg, args=(x,), timeout=0.5)
+        future = rpc.rpc_async("worker1", torch.neg, args=(x,), timeout=1.5)
         wait_until(future.done)  # no thread reads for it
         result = future.wait
     else:
-        result = functools.partial(rpc.rpc_sync, "worker1", torch.neg, args=(x,), timeout=0.5)
+        result = functools.partial(rpc.rpc_sync, "worker1", torch.neg, args=(x,), timeout=1.5)
     with pytest.raises(RpcTimeout):
         result()
-    assert time.monotonic() - began < 1.4
+    released = rpc.rpc_async("worker1", _let_parts_go)  # its reply comes behind what was held
     assert torch.equal(rpc.rpc_sync("worker1", torch.neg, args=(x,), timeout=20), -x)
+    released.wait()
     assert link_to("worker1").current is before
 
 
@@ -202,13 +266,14 @@ def test_a_place_that_cannot_be_is_refused(job: bool, side: int, sides: int) -> 
     assert "no connection can be put there" in rpc.rpc_sync("worker1", _in_a_place, args=(side, sides))
 
 
-def _in_a_place(side: int, sides: int) -> str:
+def _in_a_place(side: int, sides: int, seal: bytes = b"") -> str:
     agent = require_agent()
     session = next(s for s in agent.peers.sessions() if s.connection is not None)
     assert session.connection is not None
     member = session.member
     base = (member.worker_id, member.name, member.incarnation, agent.member.incarnation, session.number, False, "main")
-    hello = Hello(*base, ticket=session.ticket, connection=session.connection.number, side=side, sides=sides)
+    number = session.connection.number
+    hello = Hello(*base, ticket=session.ticket, connection=number, side=side, sides=sides, seal=seal)
     try:
         with lying_member(agent, kind="tcp", hello=hello):
             return "let in"

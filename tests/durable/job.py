@@ -122,7 +122,7 @@ def job(folder: Path, drive: Callable[..., Any], **settings: Any) -> Iterator[Jo
     try:
         yield made
     finally:
-        end(list(made.processes.values()), patience=5 if made.done else 0)
+        end(list(made.processes.values()), patience=30 if made.done else 0)
 
 
 def mark(text: str) -> None:

@@ -40,7 +40,7 @@ def undisturbed(folder: Path, **settings: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_weights_after_kills_are_those_of_an_undisturbed_run(tmp_path: Path, long_profile: bool) -> None:
     steps, strikes = (300, 60) if long_profile else (30, 5)
     seed = int(os.environ.get("TELEGRAD_CHAOS_SEED", str(time.time_ns() % 2**32 if long_profile else 21)))
@@ -61,7 +61,7 @@ def test_weights_after_kills_are_those_of_an_undisturbed_run(tmp_path: Path, lon
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.long  # a run on torchrun (tests/engines) goes on from disk as well
 def test_a_whole_job_goes_on_from_disk(tmp_path: Path) -> None:
     settings = {"steps": 24, "every": 2, "disk_every": 4}

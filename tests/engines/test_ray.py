@@ -170,6 +170,7 @@ def test_a_program_of_ones_own_joins(tmp_path: Path) -> None:
     assert run(JOIN, tmp_path) == {"answers": ["b", "a"]}
 
 
+@pytest.mark.long
 def test_on_a_ray_that_runs_already(tmp_path: Path) -> None:
     """Started by `ray start`, as on the nodes of a cluster: the job comes and goes, Ray stays."""
     with socket.socket() as probe:

@@ -1,4 +1,8 @@
-"""Every example runs as a user would run it, on small settings, and learns."""
+"""Every example runs as a user would run it, on small settings, and learns.
+
+Each takes 10 to 20 seconds of a core, most of it for processes that import torch. Those that show nothing another
+shows, and those that run as a notebook, run in the long profile.
+"""
 
 import os
 import pty
@@ -34,7 +38,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
     def start(name: str, picture: str = "", *, settings: Sequence[str] | None = None) -> str:
         given = SETTINGS[name] if settings is None else settings
         command = [sys.executable, str(EXAMPLES / f"{name}.py"), *given, "--output", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
         assert done.returncode == 0, done.stderr
         assert not re.search("Warning|Traceback|SIGABRT", done.stderr), done.stderr
         assert (tmp_path / (picture or f"{name}.png")).stat().st_size > 10_000
@@ -45,38 +49,36 @@ def run(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["rnn", "pipeline", "sharded_embedding", "maml"])
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "name", ["pipeline", *(pytest.param(name, marks=pytest.mark.long) for name in ("rnn", "sharded_embedding", "maml"))]
+)
 def test_the_loss_falls(name: str, run: Callable[..., str]) -> None:
     found = re.search(r"loss ([\d.]+) -> ([\d.]+)\n$", run(name))
     assert found
     assert float(found[2]) < float(found[1])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.long
 def test_the_parameter_server_finds_the_weights(run: Callable[..., str]) -> None:
     found = re.search(r"largest error of a weight: ([\d.]+)", run("parameter_server"))
     assert found
     assert float(found[1]) < 0.1
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.long
 def test_the_generator_finds_the_circle(run: Callable[..., str]) -> None:
     found = re.search(r"distance to the circle ([\d.]+) -> ([\d.]+)\n$", run("wgan_gp"))
     assert found
     assert float(found[2]) < 0.7 * float(found[1])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.long
 def test_the_agent_gets_somewhere(run: Callable[..., str]) -> None:
     assert re.search(r"mean return -?[\d.]+ -> -?[\d.]+ \(best possible 0\.92\)", run("reinforcement"))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.long
 def test_two_parties_learn_together(run: Callable[..., str]) -> None:
     found = re.search(r"accuracy ([\d.]+)% -> ([\d.]+)%", run("split_learning"))
     assert found
@@ -84,7 +86,7 @@ def test_two_parties_learn_together(run: Callable[..., str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_the_demo_learns_and_draws(tmp_path: Path, run: Callable[..., str]) -> None:
     out = run("demo")
     assert float(re.findall(r"held-out ([\d.]+)%", out)[-1]) > 85
@@ -96,13 +98,13 @@ def test_the_demo_learns_and_draws(tmp_path: Path, run: Callable[..., str]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_run_survives(run: Callable[..., str]) -> None:
     assert "2 deaths; every bit as in an undisturbed run: True" in run("survive")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_adapters_learn_what_the_frozen_model_did_not(run: Callable[..., str]) -> None:
     settings = ["--pretrain", "12", "--steps", "8", "--blocks", "1", "--write", "5"]
     out = run("finetune/finetune", "finetune.png", settings=settings)
@@ -113,7 +115,7 @@ def test_adapters_learn_what_the_frozen_model_did_not(run: Callable[..., str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_actors_play_and_the_policy_learns(run: Callable[..., str]) -> None:
     out = run("async_rl/actors", "async_rl.png", settings=["--actors", "2", "--unrolls", "8"])
     assert re.search(r"a pole stands for \d+ -> \d+ moves\n$", out)
@@ -121,7 +123,7 @@ def test_actors_play_and_the_policy_learns(run: Callable[..., str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_bar_in_a_terminal(tmp_path: Path) -> None:
     """In a terminal the bar is rich's; without rich and matplotlib the program runs, and says what it lacks."""
     program = "from showing import Bar\nwith Bar(3) as bar:\n    bar.show(3, 'loss 0.1')\n"
@@ -129,7 +131,7 @@ def test_a_bar_in_a_terminal(tmp_path: Path) -> None:
     try:
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
         command = [sys.executable, "-c", program]
-        subprocess.run(command, stdout=theirs, env=environment, cwd=EXAMPLES, check=True, timeout=30)
+        subprocess.run(command, stdout=theirs, env=environment, cwd=EXAMPLES, check=True, timeout=150)
         shown = os.read(ours, 10_000).decode()
     finally:
         os.close(ours)
@@ -152,7 +154,7 @@ def test_each_has_its_line_and_its_length(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_two_parties_that_do_not_trust_each_other(run: Callable[..., str]) -> None:
     pytest.importorskip("cryptography")
     settings = ["--steps", "40", "--clip", "8", "--noise", "0.05"]

@@ -50,7 +50,7 @@ def worker_pids(script: "subprocess.Popen[str]") -> list[int]:
     return [int(pid) for pid in line.split()[1:]]
 
 
-def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
+def wait_until_gone(pids: list[int], seconds: float = 40.0) -> None:
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"still running: {left}"
@@ -67,7 +67,7 @@ def is_running(pid: int) -> bool:
 
 def test_functions_of_a_script_run_on_the_workers_and_their_output_bears_a_name() -> None:
     script = start_script("print(rpc.rpc_sync('worker1', add, args=(torch.tensor(2),)).item())")
-    out, err = script.communicate(timeout=30)
+    out, err = script.communicate(timeout=150)
     assert script.returncode == 0, err
     assert "[worker1] adding on worker1" in out.splitlines()
     assert "42" in out.splitlines()
@@ -76,7 +76,7 @@ def test_functions_of_a_script_run_on_the_workers_and_their_output_bears_a_name(
 def test_an_exception_there_shows_here_and_ends_the_processes() -> None:
     script = start_script("rpc.rpc_sync('worker1', lambda: 1 / 0)")
     pids = worker_pids(script)
-    _, err = script.communicate(timeout=30)
+    _, err = script.communicate(timeout=150)
     assert script.returncode == 1
     assert re.search(r"ZeroDivisionError: division by zero\n.*worker1", err)
     wait_until_gone(pids)
@@ -92,7 +92,7 @@ def test_processes_end_with_their_owner_even_in_the_midst_of_a_call(how: signal.
     assert script.stdout is not None
     assert script.stdout.readline() == "busy\n"
     script.send_signal(how)
-    _, err = script.communicate(timeout=30)
+    _, err = script.communicate(timeout=150)
     assert script.returncode != 0
     assert "dropped before anyone asked" not in err  # one interrupt is one traceback, however many calls are under way
     wait_until_gone(pids)
@@ -162,16 +162,16 @@ def test_a_worker_that_never_joins_again_is_given_up(capfd: pytest.CaptureFixtur
             said += capfd.readouterr().err
             return "is not started again" in said
 
-        wait_until(given_up, 20)
+        wait_until(given_up, 60)
 
 
 def test_a_worker_on_its_way_back_does_not_hold_up_the_end() -> None:
-    began = time.monotonic()
     with telegrad.local_cluster(workers=2, restart=True) as cluster:
         old = cluster.pid("worker1")
         cluster.kill("worker1")
         wait_until(lambda: cluster.pid("worker1") != old)
-    assert time.monotonic() - began < 20
+        began = time.monotonic()
+    assert time.monotonic() - began < 20  # it would be waited for as long as a shutdown waits, half a minute
 
 
 ONE_MODULE = """
@@ -244,7 +244,7 @@ print("all well")
 
 
 def test_functions_of_a_script_are_functions_of_one_module() -> None:
-    done = subprocess.run([sys.executable, "-c", ONE_MODULE], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", ONE_MODULE], capture_output=True, text=True, timeout=150, check=False)
     assert done.stdout.endswith("all well\n"), done.stderr
 
 
@@ -285,7 +285,7 @@ with telegrad.local_cluster(workers=3):
 
 
 def test_an_exception_of_the_script_is_caught_wherever_it_passes_through() -> None:
-    done = subprocess.run([sys.executable, "-c", OWN_ERRORS], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", OWN_ERRORS], capture_output=True, text=True, timeout=150, check=False)
     assert done.stdout == 6 * "tea 3; tea 2; tea 2; " + "\n", done.stdout + done.stderr
 
 
@@ -319,7 +319,7 @@ print("status", process.status)
 def test_a_worker_ends_well_with_threads_inside_torch() -> None:
     """The interpreter's own end aborts in C++ then; what it does for the user before that is still done."""
     script = start_script(ENDS_WELL.strip("\n").removeprefix("    "))
-    out, err = script.communicate(timeout=30)
+    out, err = script.communicate(timeout=150)
     assert script.returncode == 0, err
     assert "[worker1] exit handler, after the thread: True" in out
     assert "status 0" in out

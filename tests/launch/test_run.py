@@ -38,7 +38,7 @@ def script(tmp_path: Path) -> Path:
 def test_a_script_finds_its_job(launcher: list[str], script: Path) -> None:
     script.write_text(TALK)
     done = subprocess.run(
-        [*launcher, str(script), "--flag", "x"], capture_output=True, text=True, timeout=50, check=False
+        [*launcher, str(script), "--flag", "x"], capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
     expected = "answer 42 --flag x"
@@ -47,7 +47,7 @@ def test_a_script_finds_its_job(launcher: list[str], script: Path) -> None:
 
 def test_the_first_failure_ends_all(script: Path) -> None:
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)\n")
-    done = subprocess.run([*TELEGRAD, str(script)], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([*TELEGRAD, str(script)], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 7
     assert "worker1 ended with status 7; ending the others" in done.stderr
 
@@ -65,7 +65,7 @@ def test_signals_reach_the_workers(number: signal.Signals, script: Path) -> None
         ready = {run.stdout.readline() for _ in range(2)}
         assert ready == {"[worker0] ready\n", "[worker1] ready\n"}
         run.send_signal(number)
-        out, _ = run.communicate(timeout=30)
+        out, _ = run.communicate(timeout=150)
     assert sorted(out.splitlines()) == [f"[worker{rank}] leaving by {int(number)}" for rank in range(2)]
     assert run.returncode == 128 + number
 
@@ -77,7 +77,7 @@ def test_names_and_variables(script: Path) -> None:
         [*TELEGRAD, "--name-prefix", "ps", str(script)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=True,
         env={**os.environ, "RANK": "5"},
     )
@@ -93,7 +93,7 @@ def test_a_seed_is_each_workers_own(script: Path) -> None:
     outputs = []
     for _ in range(2):
         done = subprocess.run(
-            [*TELEGRAD, "--seed", "3", str(script)], capture_output=True, text=True, timeout=50, check=False
+            [*TELEGRAD, "--seed", "3", str(script)], capture_output=True, text=True, timeout=150, check=False
         )
         assert done.returncode == 0, done.stderr
         outputs.append(sorted(line.partition("drew")[2] for line in done.stdout.splitlines() if "drew" in line))
@@ -113,7 +113,7 @@ if os.environ["RANK"] == "1" and os.environ["TELEGRAD_RESTART"] != "2":
     os._exit(3)
 if os.environ["RANK"] == "0":
     import time
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             found = rpc.rpc_sync("worker1", who)
@@ -130,7 +130,7 @@ rpc.shutdown(timeout=20)
 def test_a_worker_that_fails_is_started_again(script: Path) -> None:
     script.write_text(RESTARTED)
     done = subprocess.run(
-        [*TELEGRAD, "--max-restarts", "2", str(script)], capture_output=True, text=True, timeout=50, check=False
+        [*TELEGRAD, "--max-restarts", "2", str(script)], capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "[worker0] back after 2" in done.stdout
@@ -141,7 +141,7 @@ def test_a_worker_that_fails_is_started_again(script: Path) -> None:
 def test_one_that_keeps_failing_ends_all(script: Path) -> None:
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(5)\ntime.sleep(60)\n")
     done = subprocess.run(
-        [*TELEGRAD, "--max-restarts", "1", str(script)], capture_output=True, text=True, timeout=50, check=False
+        [*TELEGRAD, "--max-restarts", "1", str(script)], capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 5
     assert "worker1 ended with status 5 after 1 restarts; ending the others" in done.stderr
@@ -149,6 +149,6 @@ def test_one_that_keeps_failing_ends_all(script: Path) -> None:
 
 def test_one_that_ends_without_a_shutdown_is_named(script: Path) -> None:
     script.write_text("from telegrad import rpc\nrpc.init_rpc()\n")
-    done = subprocess.run([*TELEGRAD, str(script)], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([*TELEGRAD, str(script)], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert "[telegrad run] worker1 exited normally without calling rpc.shutdown()" in done.stderr

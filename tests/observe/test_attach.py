@@ -62,7 +62,7 @@ def test_an_observer_sees_all_and_is_missed_by_none(here, caplog):
             # One that is no member is found by nobody, and is at no barrier.
             assert sorted(info.name for info in rpc.get_worker_infos()) == job.names
             job.kill("worker2")
-            wait_until(lambda: any(agent.is_dead(m) for m in agent.directory.members()), 20)
+            wait_until(lambda: any(agent.is_dead(m) for m in agent.directory.members()), 60)
             assert not has_ended(agent)
         wait_until(lambda: observation_of(require_agent()).recent)
         assert {text for _, _, text in observation_of(require_agent()).recent} == {"worker2 is gone"}
@@ -113,7 +113,7 @@ def test_a_job_of_telegrad_run_is_found_by_process_and_by_address(here, monkeypa
             assert len(agent.directory.members()) == 2
             stop.touch()
             wait_until(lambda: has_ended(agent))
-        assert run.wait(20) == 0
+        assert run.wait(60) == 0
     finally:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)

@@ -24,14 +24,14 @@ with telegrad.local_cluster(workers=2):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_script_is_traced_has_a_dashboard_and_is_found_by_top(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "telegrad", "trace", "-o", str(tmp_path / "out.json"), str(script)]
     environment = {**os.environ, "TELEGRAD_DASHBOARD": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "the dashboard is at http://127.0.0.1:" in done.stderr
     assert "2 of 2 up" in done.stdout and "worker1" in done.stdout

@@ -149,7 +149,7 @@ def test_a_worker_that_came_back_is_marked_and_recorded(tmp_path: Path):
                 return False
 
         wait_until(answers, 50)
-        wait_until(lambda: answers() and recording.collected("worker1") > before, 20)
+        wait_until(lambda: answers() and recording.collected("worker1") > before, 60)
     timeline = json.loads(path.read_text())
     check(timeline)
     marks = {e["name"] for e in timeline["traceEvents"] if e["ph"] == "i"}

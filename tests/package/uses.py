@@ -103,3 +103,9 @@ with telegrad.local_cluster(workers=2), autograd.context() as context_id:
     module = RemoteModule("worker1", nn.Linear, (2, 2))
 with telegrad.local_cluster(workers="two"):  # wrong
     pass
+
+# names that do not exist
+rpc.no_such_name()  # wrong
+autograd.no_such_name()  # wrong
+telegrad.no_such_name()  # wrong
+telegrad.observe.no_such_name()  # wrong

@@ -1,6 +1,7 @@
 """Large messages over several streams: what goes where, what arrives, and what follows when a stream breaks or lies."""
 
 import functools
+import itertools
 import random
 import socket
 import threading
@@ -14,15 +15,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.errors import AuthenticationError, ProtocolError, SealBroken
+from telegrad.rpc.peers.dial import sealed_over
 from telegrad.transport.connection import Connection
 from telegrad.transport.stream import SocketStream
 from telegrad.transport.stripes.gathering import Gathering
+from telegrad.transport.stripes.seal import can_seal, fresh_secret
+from telegrad.transport.stripes.sealed_stream import SealedStream
 from telegrad.transport.stripes.threads import PartThreads
+from telegrad.transport.tls import TlsEnds, ends_by_fingerprint
+from telegrad.transport.tls_stream import TlsSocket
 from telegrad.wire.block_notices import StripesReady
+from telegrad.wire.frame_reader import READ_SIZE
 from telegrad.wire.frames import HEADER, LENGTHS, MAGIC, STRIPED, VERSION, Frame, FrameKind, encode_prefix
 from telegrad.wire.messages import Ping, PythonReply
-from telegrad.wire.parts import MOST_STREAMS, STRIPE_FROM, cut, part_bytes
+from telegrad.wire.parts import LEAST_FIRST, MOST_STREAMS, STRIPE_FROM, cut, divide
 from telegrad.wire.tensor.tensors import describe, rebuild
 from tests.waiting import wait_until
 
@@ -32,18 +39,29 @@ LARGE = 3 * 2**20 + 4  # bytes
 # --- what goes where ---
 
 
-@given(st.lists(st.integers(0, 50_000), min_size=1, max_size=6), st.integers(1, MOST_STREAMS))
-def test_the_parts_are_all_of_it_in_order(sizes: list[int], streams: int) -> None:
+@given(
+    st.lists(st.integers(0, 50_000), min_size=1, max_size=6),
+    st.integers(2, MOST_STREAMS),
+    st.sampled_from([None, 1000]),
+)
+def test_the_parts_are_all_of_it_in_order(sizes: list[int], streams: int, first: int | None) -> None:
+    sizes = [1000, *sizes]
     buffers = [random.Random(i).randbytes(size) for i, size in enumerate(sizes)]
     total = sum(sizes)
-    parts = [b"".join(part) for part in cut(buffers, total, streams)]
-    assert b"".join(parts) == b"".join(buffers)
-    size = part_bytes(total, streams)
-    assert [len(part) for part in parts] == [max(0, min(size, total - i * size)) for i in range(streams)]
+    bounds = divide(total, streams, first)
+    parts = [b"".join(part) for part in cut(buffers, bounds)]
+    assert len(parts) == streams and b"".join(parts) == b"".join(buffers)
+    lengths = [len(part) for part in parts]
+    assert lengths == [end - begin for begin, end in itertools.pairwise(bounds)]
+    if first is not None:
+        assert lengths.pop(0) == first
+    assert lengths == sorted(lengths, reverse=True)  # of one size, and what is left
+    assert len({length for length in lengths if length}) <= 2
 
 
 def test_the_first_part_is_more_than_a_reader_takes_in_at_once() -> None:
-    assert part_bytes(STRIPE_FROM, MOST_STREAMS) > 64 * 1024
+    assert divide(STRIPE_FROM, MOST_STREAMS)[1] > READ_SIZE
+    assert divide(STRIPE_FROM, 2, LEAST_FIRST)[1] == LEAST_FIRST > READ_SIZE
 
 
 # --- what arrives ---
@@ -56,12 +74,31 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return a, b
 
 
+def sealed_pair() -> list[SocketStream]:
+    """As two workers make it that have said their secrets."""
+    ends = _tls_ends()
+    (one, other), (a, b) = tcp_pair(), (fresh_secret(), fresh_secret())
+    dialled, accepted = TlsSocket(one, ends.client, server_side=False), ends.wrap_accepted(other)
+    with in_thread(accepted.do_handshake):
+        dialled.do_handshake()
+    return [sealed_over(dialled, a, b, "b"), sealed_over(accepted, b, a, "a")]
+
+
+@functools.cache
+def _tls_ends() -> TlsEnds:
+    ends = ends_by_fingerprint()
+    if ends is None or not can_seal():
+        pytest.skip("needs the extra `tls`")
+    return ends
+
+
 class Pair:
     """Two ends of a connection with several streams, in this process."""
 
-    def __init__(self, streams: int) -> None:
+    def __init__(self, streams: int, sealed: bool = False) -> None:
         self.threads = PartThreads("test")
-        made = [[SocketStream(s, "tcp") for s in tcp_pair()] for _ in range(streams)]
+        made: list[list[SocketStream]] = [[SocketStream(s, "tcp") for s in tcp_pair()]]
+        made += [sealed_pair() if sealed else [SocketStream(s, "tcp") for s in tcp_pair()] for _ in range(streams - 1)]
         self.sides = [[ends[i] for ends in made[1:]] for i in (0, 1)]
         self.ends = [Connection(made[0][i], max_frame=2**32) for i in (0, 1)]
         self.arrived = threading.Event()
@@ -118,9 +155,9 @@ def in_thread(act: Callable[[], Any]) -> Iterator[list[Any]]:
         assert not thread.is_alive()
 
 
-@pytest.fixture(params=[2, 3, 8])
+@pytest.fixture(params=[(2, False), (3, False), (8, False), (2, True), (5, True)], ids=str)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with closing(Pair(request.param)) as made:
+    with closing(Pair(*request.param)) as made:
         yield made
 
 
@@ -262,7 +299,7 @@ def test_closing_ends_the_streams_and_those_who_wait_at_them() -> None:
     pair = Pair(3)
     a, b = pair.ends
     prefix = encode_prefix(FrameKind.REPLY, 1, 0, PythonReply(), data_bytes=LARGE, form=STRIPED)
-    a.stream.send([prefix + bytes(part_bytes(LARGE, 3))], None, lambda: None)
+    a.stream.send([prefix + bytes(divide(LARGE, 3)[1])], None, lambda: None)
     wait_until(lambda: b.receive() == [] and b._reader.waiting)
     pair.close()
     for side in (*pair.sides[0], *pair.sides[1]):
@@ -318,15 +355,44 @@ def test_bytes_that_nobody_announced_are_not_taken_for_the_next_message() -> Non
             frames = receive(b)
         assert frames is not None
         (y,) = tensors_of(frames[0])
-        half = part_bytes(LARGE, 2) // 4
+        half = divide(LARGE, 2)[1] // 4
         assert torch.equal(y[:half], x[:half]) and y.shape == x.shape
+
+
+@pytest.mark.parametrize("way", ["flipped", "exchanged", "from another stream"])
+def test_sealed_pieces_that_were_changed_on_their_way_end_the_connection(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Pair(3, sealed=True)) as pair:
+        a, b = pair.ends
+        side, other = pair.sides[0]
+        assert isinstance(side, SealedStream) and isinstance(other, SealedStream)
+        if way == "flipped":
+            seal = side._sealer.seal
+
+            def flip(piece: memoryview, left: int, into: memoryview) -> None:
+                seal(piece, left, into)
+                into[17] ^= 4
+
+            side._sealer.seal = flip  # type: ignore[method-assign]
+        elif way == "exchanged":
+            side._sealer._number += 1
+        else:
+            side._sealer, other._sealer = other._sealer, side._sealer
+        with in_thread(functools.partial(send_tensors, a, torch.ones(LARGE // 4), deadline=time.monotonic() + 10)):
+            try:
+                assert receive(b) is None  # it has ended
+            except SealBroken as error:
+                assert "worker 'a'" in str(error)  # noqa: PT017 - whichever is seen first
+        assert b.stream.broken and pair.sides[1][0].broken
+        assert "worker 'a' is not the one that was sealed" in caplog.text
 
 
 def test_a_side_stream_that_ends_early_ends_the_connection() -> None:
     with closing(Pair(2)) as pair:
         a, b = pair.ends
         prefix = encode_prefix(FrameKind.REPLY, 1, 0, PythonReply(), data_bytes=LARGE, form=STRIPED)
-        a.stream.send([prefix + bytes(part_bytes(LARGE, 2))], None, lambda: None)
+        a.stream.send([prefix + bytes(divide(LARGE, 2)[1])], None, lambda: None)
         pair.sides[0][0].send([bytes(1000)], None, lambda: None)
         pair.sides[0][0].abort()
         assert not _receives(b)

@@ -36,11 +36,13 @@ __all__ = [
 _FROM_ABOVE = ("backward", "backward_async", "grad", "hvp", "vjp")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _FROM_ABOVE:
-        found = globals()[name] = getattr(importlib.import_module("telegrad.engine"), name)
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a checker every name would exist then
+
+    def __getattr__(name: str) -> Any:
+        if name in _FROM_ABOVE:
+            found = globals()[name] = getattr(importlib.import_module("telegrad.engine"), name)
+            return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

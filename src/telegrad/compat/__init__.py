@@ -18,19 +18,41 @@ from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
 __all__ = ["faulty_fixture", "install", "is_installed", "make_backend_options", "rpc_backend", "uninstall"]
 
 
+def __dir__() -> list[str]:
+    return __all__  # what users use, and not the modules behind it
+
+
 def rpc_backend() -> Any:
-    """The backend to give to `init_rpc`."""
+    """The backend to give to torch's `init_rpc`, as torch's own tests do.
+
+    Examples:
+        ```python
+        rpc.init_rpc("worker0", backend=telegrad.compat.rpc_backend(), rank=0, world_size=2)
+        ```
+    """
     from telegrad.compat.rpc import backend_registry  # noqa: PLC0415 - as it is now: registering another replaces the enum
 
     return backend_registry.BackendType["TENSORPIPE"]
 
 
 def faulty_fixture() -> Any:
-    """What torch's tests of failing messages mix into their classes: torch's own fixture, over Telegrad's faults."""
+    """What torch's tests of failing messages mix into their classes: torch's own fixture, over Telegrad's faults.
+
+    Examples:
+        ```python
+        class TestFaults(telegrad.compat.faulty_fixture()): ...
+        ```
+    """
     name = "torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture"
     return importlib.import_module(name).FaultyRpcAgentTestFixture
 
 
 def make_backend_options(**options: Any) -> TensorPipeRpcBackendOptions:
-    """Options to give to `init_rpc`."""
+    """Options to give to torch's `init_rpc`, under their names there.
+
+    Examples:
+        ```python
+        options = telegrad.compat.make_backend_options(num_worker_threads=4)
+        ```
+    """
     return TensorPipeRpcBackendOptions(**options)

@@ -175,7 +175,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. A worker that is running goes on as it is."""
+    """Undo `install`. A worker that is running goes on as it is.
+
+    Examples:
+        ```python
+        telegrad.compat.uninstall()
+        import torch.distributed.rpc as rpc  # torch's own again
+        ```
+    """
     with _lock:
         if _installed:
             replacement = _installed.pop()
@@ -185,5 +192,11 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether Telegrad stands in for torch now."""
+    """Whether Telegrad stands in for torch now.
+
+    Examples:
+        ```python
+        if telegrad.compat.is_installed(): ...
+        ```
+    """
     return bool(_installed)

@@ -18,3 +18,7 @@ from telegrad.durable.run import Run
 from telegrad.durable.serve import serve
 
 __all__ = ["DurableOptimizer", "DurableRef", "Return", "Run", "serve"]
+
+
+def __dir__() -> list[str]:
+    return __all__  # what users use, and not the modules behind it

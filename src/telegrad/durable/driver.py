@@ -166,8 +166,10 @@ class Driver:
     def _look_for_missing(self) -> None:
         agent, limit = self._agent, self._settings.restart_timeout
         waits = parts_of(agent).waiting[self._settings.run] = []
-        for name in sorted(self.core.missing):
-            member = agent.find(name)
+        found = {name: agent.find(name) for name in sorted(self.core.missing)}  # which reads the news
+        # Another may have died as well and, unless it was asked something, nobody has noticed: all return together.
+        self.look_at_members()
+        for name, member in found.items():
             waits.append((f"run {self._settings.run!r}: the return of worker {name!r}", -1))
             if not agent.is_dead(member):
                 self._incarnations[name] = member.incarnation

@@ -25,6 +25,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+from telegrad.rpc.remote_errors import hide_own_frames
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
 
@@ -87,13 +88,17 @@ def backward(
         pass_ = agent.layer(RecordedPasses).open_recording(context, seconds)
     else:
         pass_ = service.open(context, retain_graph, seconds)
-    if _profiler_enabled():
-        with agent.layer(PassProfiler).profiling(context):
+    try:
+        if _profiler_enabled():
+            with agent.layer(PassProfiler).profiling(context):
+                pass_.begin(roots=started)
+                pass_.wait()
+        else:
             pass_.begin(roots=started)
             pass_.wait()
-    else:
-        pass_.begin(roots=started)
-        pass_.wait()
+    except Exception as error:
+        hide_own_frames(error)
+        raise
     if since and trace.recorder is not None:
         trace.recorder.span("backward", "backward", since, context=context_id)
 

@@ -3,3 +3,7 @@
 from telegrad.launch.cluster import Cluster, local_cluster
 
 __all__ = ["Cluster", "local_cluster"]
+
+
+def __dir__() -> list[str]:
+    return __all__  # what users use, and not the modules behind it

@@ -19,3 +19,7 @@ __all__ = [
     "save",
     "state_dict",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__  # what users use, and not the modules behind it

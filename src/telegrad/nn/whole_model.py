@@ -52,7 +52,8 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     """The state of the whole model, as `model.state_dict()` gives it.
 
     Examples:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), RemoteModule("worker1", torch.nn.Linear, args=(2, 1)))
+        >>> there = RemoteModule("worker1", torch.nn.Linear, args=(2, 1))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), there)
         >>> list(nn.state_dict(model))
         ['0.weight', '0.bias', '1.weight', '1.bias']
     """

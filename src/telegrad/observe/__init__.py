@@ -28,11 +28,17 @@ __all__ = ["explain", "record", "trace_calls"]
 _LAZY = {"explain": "explanation", "record": "timeline.recording", "trace_calls": "spans"}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a checker every name would exist then
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+            return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__  # what users use, and not the modules behind it
 
 
 def _explain() -> str:

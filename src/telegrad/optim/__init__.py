@@ -7,3 +7,7 @@ from telegrad.optim.clip import clip_grad_norm_
 from telegrad.optim.optimizer import DistributedOptimizer
 
 __all__ = ["DistributedOptimizer", "clip_grad_norm_"]
+
+
+def __dir__() -> list[str]:
+    return __all__  # what users use, and not the modules behind it

@@ -220,8 +220,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _check_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
     if isinstance(optimizer_class, torch.nn.Module | torch.optim.Optimizer) or not callable(optimizer_class):
+        made = isinstance(optimizer_class, torch.nn.Module | torch.optim.Optimizer)  # whose text is many lines
+        got = f"an object of {type(optimizer_class).__name__}" if made else f"{optimizer_class!r:.200}"
         raise TypeError(
-            f"the first argument is the class of the optimizer each owner makes, and got {optimizer_class!r:.200}; "
+            f"the first argument is the class of the optimizer each owner makes, and got {got}; "
             "write for instance `DistributedOptimizer(torch.optim.SGD, telegrad.nn.remote_parameters(model), lr=0.1)`"
         )
     step = getattr(optimizer_class, "step", None)  # A function that makes optimizers has none; its step is not checked.

@@ -66,11 +66,13 @@ seed_from_environment()
 _FROM_ABOVE = {"RRef": "telegrad.rref", "remote": "telegrad.rref", "stream": "telegrad.rref.stream"}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _FROM_ABOVE:
-        found = globals()[name] = getattr(importlib.import_module(_FROM_ABOVE[name]), name)
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a checker every name would exist then
+
+    def __getattr__(name: str) -> Any:
+        if name in _FROM_ABOVE:
+            found = globals()[name] = getattr(importlib.import_module(_FROM_ABOVE[name]), name)
+            return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -19,6 +19,7 @@ from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import OnReply
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.peers.connect import Connector
+from telegrad.rpc.peers.given_up import GivenUpCalls
 from telegrad.rpc.peers.heartbeat import Heartbeat
 from telegrad.rpc.peers.idle_memory import IdleMemory
 from telegrad.rpc.peers.peers import MemberRecords, Peers
@@ -73,6 +74,8 @@ class Agent:
         self.connector = Connector(runtime, member, self.directory, peers, secret, listeners, tls)
         self.heartbeat = Heartbeat(runtime, member, self.directory, peers)
         self.install(self.heartbeat)
+        given_up = GivenUpCalls(runtime, peers)
+        self.install(given_up)
         self.stuck_threads = StuckThreads(runtime, peers.sessions)
         self.idle_memory = IdleMemory(runtime, peers)
         # Bound, so that no call pays for a step in between.
@@ -82,7 +85,7 @@ class Agent:
         self.is_dead: Callable[[Member], bool] = peers.is_dead
         self.link_lost, self.session_lost = self.heartbeat.link_lost, self.heartbeat.session_lost
         self.said_goodbye, self.caller_said_goodbye = peers.said_goodbye, peers.caller_said_goodbye
-        self.session_active = self.stuck_threads.wake
+        self.session_active, self.session_paused = self.stuck_threads.wake, given_up.session_paused
         self.links = peers.by_name
 
     def __repr__(self) -> str:

@@ -316,6 +316,7 @@ def rpc_sync(
         except WorkerDied as error:
             member = link.member
             if retries <= 0 or error.incarnation != member.incarnation:  # it lives, and tells of the end of another
+                hide_own_frames(error)
                 raise
             retries -= 1
             agent.peers.wait_for_return(member, timeout if timeout > 0 else agent.rpc_timeout)

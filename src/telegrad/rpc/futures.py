@@ -6,7 +6,6 @@ the reply itself and no other thread has to wake up for it.
 
 import asyncio
 import contextvars
-import copy
 import logging
 import time
 from collections.abc import Callable, Generator
@@ -19,6 +18,7 @@ from telegrad.cuda import order
 from telegrad.errors import CallCancelled
 from telegrad.rpc.client.outcomes import OWN_END
 from telegrad.rpc.client.pending import Slot
+from telegrad.rpc.remote_errors import hide_own_frames, without_traceback
 from telegrad.rpc.threads.yield_turn import blocking
 
 log = logging.getLogger("telegrad.rpc")
@@ -55,19 +55,23 @@ class Future(torch.futures.Future[T]):
 
     def wait(self) -> T:
         """The value, when it is there; raises what the call raised."""
-        if not self.done():
-            awaited = self.awaited
-            if awaited is not None:
-                if trace.recorder is not None:
-                    trace.recorder.waited(awaited.wait, awaited)
-                else:
-                    awaited.wait()
+        try:
             if not self.done():
-                with blocking():
-                    torch._C.Future.wait(self)
-        if self.made is not None:
-            order.follow(self.made)
-        return cast(T, torch._C.Future.wait(self))
+                awaited = self.awaited
+                if awaited is not None:
+                    if trace.recorder is not None:
+                        trace.recorder.waited(awaited.wait, awaited)
+                    else:
+                        awaited.wait()
+                if not self.done():
+                    with blocking():
+                        torch._C.Future.wait(self)
+            if self.made is not None:
+                order.follow(self.made)
+            return cast(T, torch._C.Future.wait(self))
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     def cancel(self) -> bool:
         """Wait for the call no longer: the future fails with CallCancelled, and the worker is told.
@@ -85,9 +89,13 @@ class Future(torch.futures.Future[T]):
 
     def value(self) -> T:
         """The value of a future that is done; raises what the call raised."""
-        if self.made is not None:
-            order.follow(self.made)
-        return cast(T, torch._C.Future.value(self))
+        try:
+            if self.made is not None:
+                order.follow(self.made)
+            return cast(T, torch._C.Future.value(self))
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     def set_result(self, result: T) -> None:
         """Complete with a value. CUDA tensors in it are those of this thread's current streams."""
@@ -139,11 +147,13 @@ class Future(torch.futures.Future[T]):
 
         def unwrap(error: BaseException) -> None:
             failure.seen = True
-            raise _without_traceback(error)
+            raise without_traceback(error)
 
         torch._C.Future._set_unwrap_func(self, unwrap)
         self.awaited = None
-        torch._C.Future.set_result(self, _without_traceback(result))
+        # A traceback holds frames, these hold the future, and it holds the error in C++, where the garbage collector
+        # does not look: kept as it is, the error would keep every tensor of those frames.
+        torch._C.Future.set_result(self, without_traceback(result))
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
@@ -164,7 +174,11 @@ class Future(torch.futures.Future[T]):
         except asyncio.CancelledError:
             self.cancel()
             raise
-        return self.value()
+        try:
+            return self.value()
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     def __del__(self) -> None:
         failure = self.__dict__.get("_failure")
@@ -177,20 +191,6 @@ class Future(torch.futures.Future[T]):
                 log.warning(
                     "%s failed, and its future was dropped before anyone asked for the result: %s", self.what, error
                 )
-
-
-def _without_traceback(error: BaseException) -> BaseException:
-    """A copy to raise or to keep. A traceback holds frames, these hold the future, and it holds the error in C++,
-    where the garbage collector does not look: kept as it is, the error would keep every tensor of those frames."""
-    try:
-        fresh = copy.copy(error)
-        if type(fresh) is not type(error):
-            return error
-    except Exception:  # it does not like to be rebuilt
-        return error
-    fresh.__cause__ = error.__cause__
-    fresh.__suppress_context__ = error.__suppress_context__
-    return fresh
 
 
 class _Failure:

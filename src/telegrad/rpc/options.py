@@ -30,24 +30,26 @@ DeviceLike = int | str | torch.device
 class RpcBackendOptions:
     """Options of an agent.
 
-    As in torch:
+    The first five are as in torch.
+
+    Args:
         rpc_timeout: seconds a call may take unless it says otherwise; 0 for no limit.
         init_method: where the workers meet: `env://`, `tcp://host:port` or `file:///path`.
         num_worker_threads: requests that run at the same time; those that wait for others do not count.
-        device_maps, devices: which device a tensor of this worker's device goes to on another worker.
-
-    Telegrad's own:
+        device_maps: by the name of another worker, which device a tensor of this worker's device goes to there.
+        devices: the CUDA devices that this worker uses; maps may name no others.
         transports: which ways may be used, of "unix" and "tcp"; the best that both sides have is chosen. A third,
             "memory", is for tests: it connects agents of one process.
         shared_memory: whether tensors may go through shared memory between workers on one host.
-        secret: what proves that a worker belongs to the job; or in TELEGRAD_SECRET, or in a file (`secret_file`,
-            TELEGRAD_SECRET_FILE). On one host it may be left out: the processes of a user share one that nobody else
-            can read. Between hosts it is required.
+        secret: what proves that a worker belongs to the job; or in TELEGRAD_SECRET. On one host it may be left out: the
+            processes of a user share one that nobody else can read. Between hosts it is required.
+        secret_file: a file with the secret; or in TELEGRAD_SECRET_FILE.
         insecure: go without a secret between hosts: whoever can reach the workers can run code as you.
         tls: certificates for TCP (`Tls(cert, key, ca)`), True or False; by default TCP between hosts is encrypted with
             a key made for the job, if the extra `tls` is installed.
         exports_only: for peers whose code is not trusted: run what `rpc.export` has exported and nothing else, accept
-            and send no pickle, share no memory. `limits` bounds what each peer may ask.
+            and send no pickle, share no memory.
+        limits: with `exports_only`, what each peer may ask.
         audit: a file or a logger for a record of all that leaves and comes (shapes and sizes, no contents).
         host: the address to listen on; by default TELEGRAD_HOST, or where a secret is given the one on the network over
             which the rendezvous store was reached, or loopback.

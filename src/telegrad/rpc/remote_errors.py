@@ -3,9 +3,12 @@
 The exception arrives as it left: its type, arguments and attributes. What happened on the workers it passed comes with
 it as a note, which Python prints below the message: one section for each worker, the innermost last, with the frames of
 the user's code. `TELEGRAD_TRACEBACK=full` on a worker shows all of its frames. Where the type cannot be rebuilt here,
-`RemoteError` stands for it.
+`RemoteError` stands for it. Where it leaves Telegrad, in `rpc_sync`, `wait` and the like, our own frames are taken out
+of its traceback.
 """
 
+import copy
+import itertools
 import logging
 import os
 import re
@@ -13,6 +16,7 @@ import secrets
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,10 +35,13 @@ log = logging.getLogger("telegrad.rpc")
 _MAX_TEXT = 200_000
 _MAX_SHORT = 1000
 _MOST_FRAMES = 5  # of one worker; more are counted, not shown
+_MOST_OF_GROUP = 3  # exceptions of a group that are shown with their frames
 _OWN_CODE = str(Path(__file__).parents[1]) + os.sep
 # How a module is called: two frames for each module on the way, which say nothing.
-_incidents = TokenBucket(1.0, 100.0)  # that are logged
 _MODULE_CODE = os.path.join("torch", "nn", "modules", "module.py")
+# Who calls the user's code, and is not it: awaits it, runs it in a thread, gives it a gradient.
+_CALLERS = ("/asyncio/", "/concurrent/futures/", "/torch/autograd/function.py")
+_incidents = TokenBucket(1.0, 100.0)  # that are logged
 
 
 class RemoteNote(str):
@@ -91,6 +98,10 @@ def _section(error: BaseException) -> Iterator[str]:
             yield "  which led to:"
     yield from _frames(error, full)
     yield from _came_with(error)
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions[:_MOST_OF_GROUP]:
+            yield f"  of which {in_one_line(each)}"
+            yield from (f"  {line}" for line in _section(each))
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -106,7 +117,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _frames(error: BaseException, full: bool) -> Iterator[str]:
     frames = traceback.extract_tb(error.__traceback__)
-    shown = frames if full else [frame for frame in frames if not _is_internal(frame.filename)]
+    shown = frames if full else list(itertools.dropwhile(_calls, (f for f in frames if not _is_internal(f.filename))))
     if len(shown) > _MOST_FRAMES and not full:
         yield f"  ({len(shown) - _MOST_FRAMES} more frames; TELEGRAD_TRACEBACK=full shows all)"
         shown = shown[-_MOST_FRAMES:]
@@ -125,6 +136,10 @@ def shows_all_frames() -> bool:
 
 def _is_internal(filename: str) -> bool:
     return filename.startswith(_OWN_CODE) or filename.endswith(_MODULE_CODE)
+
+
+def _calls(frame: traceback.FrameSummary) -> bool:
+    return any(caller in frame.filename for caller in _CALLERS)
 
 
 def _came_with(error: BaseException) -> list[str]:
@@ -151,13 +166,20 @@ def _shown(how: Callable[[object], str], error: BaseException) -> str:
 def _portable(error: BaseException) -> Any:
     """An exception whose class has an `__init__` of its own takes its parts along: pickle would call the class with
     `error.args`, which need not be what that takes."""
-    cls = type(error)
-    if not stand_in.in_force.errors_take_parts:
+    if not stand_in.in_force.errors_take_parts or not _has_parts(error):
         return error
-    written_in_python = hasattr(cls.__init__, "__code__")
-    if written_in_python and cls.__reduce__ is BaseException.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__:
-        return _Parts(cls, error.args, error.__dict__)
-    return error
+    if isinstance(error, BaseExceptionGroup):
+        return _Parts(type(error), (error.message, [_portable(each) for each in error.exceptions]), error.__dict__)
+    return _Parts(type(error), error.args, error.__dict__)
+
+
+def _has_parts(error: BaseException) -> bool:
+    """Whether the arguments and attributes are all there is of it: a builtin may have fields beside them."""
+    cls = type(error)
+    written_in_python = hasattr(cls.__init__, "__code__") or isinstance(error, BaseExceptionGroup)
+    return (
+        written_in_python and cls.__reduce__ is BaseException.__reduce__ and cls.__reduce_ex__ is object.__reduce_ex__
+    )
 
 
 class _Parts:
@@ -175,6 +197,20 @@ def _put_together(cls: type[BaseException], args: tuple[Any, ...], state: dict[s
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+def without_traceback(error: BaseException) -> BaseException:
+    """A copy to raise or to keep, so that no frame is kept with it; itself, if it does not like to be rebuilt."""
+    try:
+        parts = (type(error), error.args, error.__dict__)
+        fresh: BaseException = _put_together(*parts) if _has_parts(error) else copy.copy(error)
+    except Exception:
+        return error.with_traceback(None)
+    if type(fresh) is not type(error):
+        return error.with_traceback(None)
+    fresh.__cause__ = error.__cause__
+    fresh.__suppress_context__ = error.__suppress_context__
+    return fresh
 
 
 # --- arriving ---
@@ -219,9 +255,20 @@ def raised_on(error: BaseException) -> int | None:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Before an exception that came from another worker leaves Telegrad: forget how it passed through here."""
-    if _remote_notes(error) and not shows_all_frames():
-        error.__traceback__ = None
+    """Before an exception that came from another worker, or is Telegrad's own, leaves Telegrad: forget how it passed
+    through here. The user's frames stay: a hook, say, that made a call in a backward pass."""
+    if not (_remote_notes(error) or isinstance(error, TelegradError)) or shows_all_frames():
+        return
+    frames = []
+    each = error.__traceback__
+    while each is not None:
+        if not each.tb_frame.f_code.co_filename.startswith(_OWN_CODE):
+            frames.append(each)
+        each = each.tb_next
+    kept = None
+    for each in reversed(frames):
+        kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    error.__traceback__ = kept
 
 
 def with_notes(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 When the time is up the handle is of no more use here, but the reply still counts: it tells that the owner has the fork.
 """
 
-import copy
 import time
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from telegrad.errors import RpcTimeout
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.futures import Future
+from telegrad.rpc.remote_errors import without_traceback
 from telegrad.rpc.workers import Member
 from telegrad.rref.outcome import Outcome
 
@@ -43,11 +43,17 @@ class Creation:
     def failed(self, error: Exception) -> None:
         """The owner will not run the call."""
         self._keep = None
-        self.outcome.fail(partial(copy.copy, error.with_traceback(None)))  # its frames hold references, this one too
+        self.outcome.fail(partial(without_traceback, error.with_traceback(None)))  # its frames hold references, too
 
     def expired(self) -> None:
         """The time is up."""
         self.outcome.fail(self._timeout_error)
+
+    def kind(self) -> str:
+        """What the value is, in words, as far as the call tells."""
+        if self.outcome.failure is not None:
+            return "could not be made"
+        return str(self._func.__name__) if isinstance(self._func, type) else f"made by {name_of(self._func)}()"
 
     def error(self) -> BaseException:
         """The error of a creation that failed."""

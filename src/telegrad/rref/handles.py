@@ -77,7 +77,7 @@ class OwnerHandle:
 class UserHandle:
     """A handle on any other worker. The owner keeps the value for it while it exists."""
 
-    __slots__ = ("__weakref__", "_rrefs", "creation", "fork_id", "owner", "rref_id", "type")
+    __slots__ = ("__weakref__", "_rrefs", "creation", "fetched", "fork_id", "owner", "rref_id", "type")
 
     def __init__(self, rrefs: RRefContext, rref_id: RRefId, fork_id: ForkId, owner: Member) -> None:
         self._rrefs = rrefs
@@ -86,6 +86,7 @@ class UserHandle:
         self.owner = owner
         self.creation: Creation | None = None  # for the handle that `remote` returned
         self.type: Future[type] | None = None
+        self.fetched: type | None = None  # what `to_here` brought
 
     def __repr__(self) -> str:
         return f"UserRRef(RRefId = {show_id(self.rref_id)}, ForkId = {show_id(self.fork_id)})"
@@ -100,8 +101,12 @@ class UserHandle:
 
     def kind(self) -> str:
         """What the value is, in words, as far as that is known here: nobody is asked."""
-        known = self.type
-        return str(known.value().__name__) if known is not None and known.done() and not known.failed else ""
+        known, fetched = self.type, self.fetched
+        if known is not None and known.done() and not known.failed:
+            fetched = known.value()
+        if fetched is not None:
+            return fetched.__name__
+        return "" if self.creation is None else self.creation.kind()
 
     def check_usable(self, use: str) -> None:
         """Raise if the value cannot be reached any more: `use` is what was tried."""
@@ -131,7 +136,9 @@ class UserHandle:
             timeout=timeout,
             what=lambda: f"to_here() of {self} on worker {self.owner.name!r}",
         )
-        return wait_for_value(slot)
+        value = wait_for_value(slot)
+        self.fetched = type(value)
+        return value
 
     def confirmed(self) -> bool:
         """Whether the owner knows this handle. One that came in a call is waited for: its owner has been asked."""

@@ -16,6 +16,7 @@ from telegrad.rpc.calls import complete_future, start_call, wait_for_value
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.functions import async_execution
 from telegrad.rpc.futures import Future
+from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.server.run_call import ASYNC_MARK
 from telegrad.rref.handles import OwnerHandle, create
 from telegrad.rref.outcome import Outcome
@@ -133,8 +134,12 @@ class SyncProxy(_Proxy):
 
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         rref = self._rref
-        invoke = _how_to_invoke(type_of(rref, self._timeout).wait(), method)
-        return wait_for_value(_start(rref, invoke, (method, args, kwargs), self._timeout, None))
+        try:
+            invoke = _how_to_invoke(type_of(rref, self._timeout).wait(), method)
+            return wait_for_value(_start(rref, invoke, (method, args, kwargs), self._timeout, None))
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
 
 class AsyncProxy(_Proxy):

@@ -12,6 +12,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import WorkerInfo
 from telegrad.rref import proxy
@@ -95,7 +96,11 @@ class RRef(Generic[T]):
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """The value; on any worker but the owner a copy. Waits until it exists; raises what its creation raised."""
-        return cast(T, self._handle.fetch(as_timeout(timeout)))
+        try:
+            return cast(T, self._handle.fetch(as_timeout(timeout)))
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     def local_value(self) -> T:
         """The value itself, on its owner. Waits until it exists, for as long as the function that makes it runs."""

@@ -19,6 +19,7 @@ from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT
+from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.trust.exports import refuse_where_plain
 from telegrad.rref.rref import RRef, remote
 
@@ -120,8 +121,9 @@ class Stream(Generic[T]):
             raise StopIteration
         try:
             tag, value = self._ask().wait()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            hide_own_frames(error)
             raise
         if tag == _END:
             self._finish()
@@ -136,8 +138,9 @@ class Stream(Generic[T]):
             raise StopAsyncIteration
         try:
             tag, value = await self._ask()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            hide_own_frames(error)
             raise
         if tag == _END:
             self._finish()

@@ -24,7 +24,7 @@ from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
 from telegrad.wire.frames import MAX_FRAME
 
 MAGIC = b"TGRD"
-PROTOCOL = 4  # to be raised with every change of what is said here, of frames, or of the fields of a message
+PROTOCOL = 5  # to be raised with every change of what is said here, of frames, or of the fields of a message
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TICKET_BYTES = 16
@@ -57,6 +57,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     connection: int = 0  # drawn for the connection, so that others can be put beside it
     side: int = 0  # the place of this one beside that connection, which is 0 itself
     sides: int = 0  # how many there will be
+    seal: bytes = b""  # for one beside another, over TLS: the secret under which the dialler seals what it sends there
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -70,6 +71,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     main_module: str
     takes_bytes: int = MAX_FRAME
     tcp_connections: int = 1  # how many it takes for one link
+    sealed_connections: int = 0  # the same where those beside the first are sealed; 0 if it cannot do that
+    seal: bytes = b""  # the answer to a hello with one: the secret of what the listener sends there
 
 
 _encode = msgspec.msgpack.Encoder().encode

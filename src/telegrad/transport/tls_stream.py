@@ -12,8 +12,8 @@ import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from telegrad.transport.stream import Buffers, SocketStream
@@ -97,36 +97,51 @@ class TlsStream(SocketStream):
         self._incoming, self._outgoing = over.incoming, over.outgoing
         self._tls = over.tls
         self._step = threading.Lock()
+        self._encrypt, self._encrypted = over.tls.write, over.outgoing.read
         self._read_raw = self.receive_into
         self._raw = memoryview(bytearray(_READ_AT_ONCE))
-        self.receive_into = self._receive_into
+        self.receive_into = self._receiver(self._raw)
         self.pending = over.incoming.pending + over.tls.pending()
 
     def readable(self, seconds: float) -> bool:
         """Wait until there is something to read, at most `seconds`."""
         return self.pending > 0 or bool(self._poll(seconds * 1000))
 
-    def _receive_into(self, view: memoryview) -> int:
-        """The common case by itself: a small message is one record, which comes whole."""
-        if self.pending or not len(view):
-            return self._receive_rest(view, 0)
-        raw, incoming = self._raw, self._incoming
-        came = self._read_raw(raw)
-        if came <= 0:
-            return came
-        try:
-            with self._step:
-                incoming.write(raw[:came])
-                count: int = self._tls.read(_RECORD, view)  # type: ignore[assignment] # as below
-                left = incoming.pending
-        except ssl.SSLWantReadError:  # a part of a record
-            return -1 if came < len(raw) else self._receive_rest(view, 0)
-        except ssl.SSLZeroReturnError:
-            return 0
-        if left or count == len(view):
-            self.pending = left + self._tls.pending()
-            return self._receive_rest(view, count) if left and count < len(view) else count
-        return count if came < len(raw) else self._receive_rest(view, count)
+    def _receiver(self, raw: memoryview) -> Callable[[memoryview], int]:
+        """Reads the common case by itself, with as little as that takes: a small message is one record, which comes
+        whole."""
+        receive, write, incoming, size = self._socket.recv_into, self._incoming.write, self._incoming, len(raw)
+        read: Callable[..., Any] = self._tls.read  # into a buffer it returns a count, of which its type says nothing
+        acquire, release = self._step.acquire, self._step.release
+
+        def receive_into(view: memoryview) -> int:
+            if self.pending or not len(view):
+                return self._receive_rest(view, 0)
+            try:
+                came = receive(raw)
+            except BlockingIOError:
+                return -1
+            if not came:
+                return 0
+            acquire()
+            try:
+                write(raw[:came])
+                count: int = read(_RECORD, view)
+            except ssl.SSLWantReadError:  # a part of a record
+                count = -1
+            except ssl.SSLZeroReturnError:
+                return 0
+            finally:
+                release()
+            if count < 0:
+                return -1 if came < size else self._receive_rest(view, 0)
+            left = incoming.pending
+            if left or count == len(view):
+                self.pending = left + self._tls.pending()
+                return self._receive_rest(view, count) if left and count < len(view) else count
+            return count if came < size else self._receive_rest(view, count)
+
+        return receive_into
 
     def _receive_rest(self, view: memoryview, count: int) -> int:
         """The same of what is more than one record, or less, after the first `count` bytes."""
@@ -172,12 +187,12 @@ class TlsStream(SocketStream):
     def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
         """Write all of `buffers`; calls `blocked` if that has to wait. TimeoutError at the deadline, after which the
         stream is `broken` if a part had been encrypted: nothing else can follow that."""
-        if deadline is not None and deadline - time.monotonic() < _HURRY:
+        if deadline is not None and deadline - monotonic() < _HURRY:
             self._check_room()
         if len(buffers) == 1 and len(buffers[0]) <= _RECORD:
             with self._step:
-                self._tls.write(buffers[0])
-                encrypted = self._outgoing.read()
+                self._encrypt(buffers[0])
+                encrypted = self._encrypted()
             try:
                 sent = self._socket.send(encrypted)
             except BlockingIOError:

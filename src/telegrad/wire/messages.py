@@ -2,9 +2,8 @@
 
 A record holds ids and numbers only. A user's values travel beside it as the frame's payload (pickled, tensors taken
 out) and its tensors as the frame's tensor table; control messages have neither, and nothing in them is ever pickled.
-Decoding checks types and element counts, so a record that exists is well-formed. What is still to be checked is what
-only the receiver can know: whether an id names something it has. What the ends of a connection tell each other about
-memory is in `block_notices.py`.
+Decoding checks types and counts, so a record that exists is well-formed; whether an id names something, only the
+receiver can know. What the ends of a connection tell each other about memory is in `block_notices.py`.
 """
 
 import msgspec
@@ -288,8 +287,7 @@ class Exhausted(Message, frozen=True, tag=48):
 
 
 class Barrier(Message, frozen=True, tag=41):
-    """I have reached the barrier `key`; the reply comes when all have. `activity` counts what I ever sent and
-    served."""
+    """I am at the barrier `key`; the reply comes when all are. `activity` counts what I ever sent and served."""
 
     key: str
     worker: str
@@ -328,6 +326,13 @@ class CancelCall(Message, frozen=True, tag=64):
     """Nobody waits any more for the call sent on this link under `request_id`: stop it, if that can be done."""
 
     request_id: int
+
+
+class GivenUp(Message, frozen=True, tag=65):
+    """Which calls sent on your link does nobody wait for any more? I read no more of it. The reply names them."""
+
+    link: int
+    request_ids: tuple[int, ...] = ()
 
 
 class Observe(Message, frozen=True, tag=60):
@@ -385,6 +390,7 @@ AnyMessage = (
     | DebugWaits
     | WaitsReply
     | CancelCall
+    | GivenUp
     | Observe
     | Observed
     | AnyBlockNotice

@@ -192,7 +192,7 @@ class Link(Connecting):
             try:
                 connection.send(NOTICE, 0, self.pending.lowest(), message, deadline=deadline, hold=deadline is None)
                 if deadline is None:
-                    self.runtime.delayed_flush.within(LAZY, connection)
+                    self.runtime.delayed_flush.within(BURST, connection)
             except (OSError, ValueError):
                 log.debug("%s was not told: %s", self.member.name, message)
 

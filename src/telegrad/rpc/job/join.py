@@ -133,6 +133,8 @@ def _start_at(
         # The other side of a clash must find this record to see it, too.
         leave(agent, quietly=isinstance(error, Clash))
         agent.close(farewell=False)
+        if isinstance(error, Clash):
+            raise RendezvousError(str(error)) from None  # the difference is nobody's concern but ours
         raise
     return agent
 

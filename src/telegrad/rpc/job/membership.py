@@ -117,6 +117,7 @@ class Joining:
         if member.incarnation == self._member.incarnation:
             return False
         if self._agent.is_dead(member):
+            self._dead_since.setdefault(member.incarnation, time.monotonic())
             return True
         alive = process_state(member)
         if alive is None and self._generation:

@@ -12,6 +12,7 @@ from telegrad.rpc.calls import Worker, rpc_async
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT
+from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import WorkerInfo
 
@@ -55,7 +56,11 @@ def gather(
     ]
     for _ in as_completed(futures):
         pass
-    return {name: future.value() for name, future in zip(names, futures, strict=True)}
+    try:
+        return {name: future.value() for name, future in zip(names, futures, strict=True)}
+    except Exception as error:
+        hide_own_frames(error)
+        raise
 
 
 def map(
@@ -75,7 +80,14 @@ def map(
         [1, 2, 3]
     """
     _check_function(func, "map(func, items, workers=...)")
-    names = _names(workers) if workers is not None else _others()
+    try:
+        yield from _spread(func, items, _names(workers) if workers is not None else _others(), timeout)
+    except Exception as error:
+        hide_own_frames(error)
+        raise
+
+
+def _spread(func: Callable[..., T], items: Iterable[Any], names: list[str], timeout: float) -> Iterator[T]:
     free = deque(itertools.chain.from_iterable(itertools.repeat(names, AHEAD)))
     waiting: deque[Future[T]] = deque()
     running: dict[Any, str] = {}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
 from telegrad.rpc.options import RpcBackendOptions
-from telegrad.rpc.peers.dial import HANDSHAKE_SECONDS, lane_over, stream_over
+from telegrad.rpc.peers.dial import HANDSHAKE_SECONDS, lane_over, sealed_over, stream_over
 from telegrad.rpc.threads.io_threads import IoThreads
 from telegrad.rpc.threads.timer import Timer
 from telegrad.rpc.trust.rate import LimitedLog, TokenBucket
@@ -244,7 +244,10 @@ class Acceptor:
         self._io_threads.forget(fd)
         sock = entry.sock
         try:
-            self._beside(hello, stream_over(sock, TCP, None))
+            if hello.seal:
+                self._beside(hello, sealed_over(sock, welcome.seal, hello.seal, hello.name))
+            else:
+                self._beside(hello, stream_over(sock, TCP, None))
             sock.send(entry.handshake.welcome(welcome))
         except (TelegradError, OSError) as error:
             if isinstance(error, TelegradError):

@@ -23,6 +23,7 @@ from telegrad.transport.addresses import TCP, Listeners, host_identity
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello, Refused, Welcome
 from telegrad.transport.stream import SocketStream
+from telegrad.transport.stripes.seal import fresh_secret
 from telegrad.transport.tls import TlsEnds
 
 
@@ -121,8 +122,10 @@ class Connector:
             secret = self._secret_of(member)
             return dial_address(address, member, beside, secret, self._options, deadline, self._tls)[0]
 
-        most = min(self._widening.most(bool(member.certificate)), welcome.tcp_connections)
-        self._widening.watch(connection, hello, most, dial_side)
+        encrypted = bool(member.certificate)
+        sealed = min(self._widening.most_sealed(), welcome.sealed_connections) if encrypted else 0
+        most = sealed or min(self._widening.most(encrypted), welcome.tcp_connections)
+        self._widening.watch(connection, hello, most, dial_side, sealed=sealed > 0)
 
     def _secret_of(self, member: Member) -> bytes:
         """The job's secret; in an insecure job, the one that the worker has published where all meet."""
@@ -163,9 +166,12 @@ class Connector:
                 raise AuthenticationError(f"worker {me.name!r} serves {MOST_OF_ONE} links of {hello.name!r} already")
         if served is not None and not hmac.compare_digest(served.ticket, hello.ticket):
             raise AuthenticationError(f"link {hello.link} of worker {hello.name!r} is another's")
+        encrypted = caller.certificate is not None
         if hello.side:
             wide = sum(s.connection is not None and s.connection.gathering is not None for s in peers.sessions())
             self._widening.check(hello, served, wide)
+        if hello.seal and not (hello.side and encrypted):
+            raise AuthenticationError("only a connection beside another can be sealed, and its secret is said over TLS")
         shared = hello.shared_memory and self._options.shared_memory
         return Welcome(
             me.worker_id,
@@ -175,7 +181,9 @@ class Connector:
             shared,
             self._main,
             self._options.max_message_bytes,
-            self._widening.most(caller.certificate is not None),
+            self._widening.most(encrypted),
+            self._widening.most_sealed() if encrypted else 0,
+            fresh_secret() if hello.seal else b"",
         )
 
     def _beside(self, hello: Hello, stream: SocketStream) -> None:

@@ -18,6 +18,8 @@ from telegrad.transport.connection import Connection
 from telegrad.transport.credentials import credentials_of
 from telegrad.transport.handshake import DiallerHandshake, Hello, Welcome
 from telegrad.transport.stream import Lane, SocketStream, make_lane_pair, pass_lane, receive_exactly
+from telegrad.transport.stripes.seal import SECRET_BYTES
+from telegrad.transport.stripes.sealed_stream import SealedStream
 from telegrad.transport.tls import TlsEnds, dialling_ends
 from telegrad.transport.tls_stream import TlsSocket, TlsStream
 
@@ -97,6 +99,8 @@ def dial_address(
         binding = b""
         if address.kind == TCP:
             sock, binding = _encrypted(plain, member, options, tls)
+        if hello.seal and not isinstance(sock, TlsSocket):
+            raise AuthenticationError(f"worker {member.name!r} does not speak TLS here: no secret is said in clear")
         handshake = DiallerHandshake(secret, binding)
         sock.sendall(handshake.opening)
         answer = receive_exactly(sock, handshake.opening_answer_bytes)
@@ -110,6 +114,8 @@ def dial_address(
         welcome = handshake.verdict(code, receive_exactly(sock, length))
         if (welcome.worker_id, welcome.incarnation) != (member.worker_id, member.incarnation):
             raise AuthenticationError(f"it is worker {welcome.name!r}, incarnation {welcome.incarnation:x}")
+        if hello.seal:
+            return sealed_over(sock, hello.seal, welcome.seal, member.name), welcome
     except BaseException:
         if ours is not None:
             ours.close()
@@ -133,6 +139,15 @@ def _encrypted(
 def stream_over(sock: socket.socket | TlsSocket, kind: str, lane: Lane | None) -> SocketStream:
     """The stream over a socket that both sides have agreed on."""
     return TlsStream(sock, kind) if isinstance(sock, TlsSocket) else SocketStream(sock, kind, lane)
+
+
+def sealed_over(sock: socket.socket | TlsSocket, secret: bytes, peers_secret: bytes, name: str) -> SealedStream:
+    """The stream over a socket on which both ends have said, over TLS, under which secrets they seal what they send."""
+    if not isinstance(sock, TlsSocket):
+        raise ProtocolError(f"worker {name!r} says a secret over a connection that is not encrypted")
+    if not len(secret) == len(peers_secret) == SECRET_BYTES:
+        raise ProtocolError(f"the secret of a connection that is sealed has {SECRET_BYTES} bytes")
+    return SealedStream(sock, TCP, secret, peers_secret, f"worker {name!r}")
 
 
 def lane_over(sock: socket.socket | None, agreed: bool) -> Lane | None:

@@ -1,8 +1,9 @@
 """Several TCP connections for one link: the dialler opens those beside the first when a large message comes by.
 
 Each goes through the handshake of the first, with the ticket of its link and the number of its connection, so nobody
-but the other end of the link can put one there. Calls do not wait for them: what is sent before all are there goes over
-the first alone. If they cannot be had it stays so, after a few attempts.
+but the other end of the link can put one there. With TLS each end says a secret in that handshake, and what the
+connection carries from then on is sealed (`transport/stripes/seal.py`). Calls do not wait for them: what is sent before
+all are there goes over the first alone. If they cannot be had it stays so, after a few attempts.
 """
 
 import functools
@@ -15,11 +16,12 @@ import msgspec
 from telegrad.errors import AuthenticationError, TelegradError
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.session import Session
-from telegrad.rpc.threads.cores import connections_for
+from telegrad.rpc.threads.cores import connections_for, sealed_connections_for
 from telegrad.transport.addresses import TCP
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello
 from telegrad.transport.stream import SocketStream
+from telegrad.transport.stripes.seal import can_seal, fresh_secret
 from telegrad.wire.parts import MOST_STREAMS
 
 log = logging.getLogger("telegrad.rpc")
@@ -43,15 +45,26 @@ class Widening:
         chosen = self._runtime.options.tcp_connections
         return chosen if chosen is not None else connections_for(self._workers_here(), encrypted)
 
+    def most_sealed(self) -> int:
+        """The same for one with TLS where those beside the first are sealed; 0 if this worker cannot do that."""
+        if not can_seal():
+            return 0
+        chosen = self._runtime.options.tcp_connections
+        return chosen if chosen is not None else sealed_connections_for(self._workers_here())
+
     # --- of those that are dialled ---
 
-    def watch(self, connection: Connection, hello: Hello, most: int, dial: DialSide, attempt: int = 1) -> None:
+    def watch(
+        self, connection: Connection, hello: Hello, most: int, dial: DialSide, *, sealed: bool, attempt: int = 1
+    ) -> None:
         """Widen a connection of this worker when a large message comes by; `dial` makes one beside it."""
         if most > 1:
-            widen = functools.partial(self._widen, connection, hello, most, dial, attempt)
+            widen = functools.partial(self._widen, connection, hello, most, dial, sealed, attempt)
             connection.could_widen(lambda: self._runtime.io_threads.submit(widen))
 
-    def _widen(self, connection: Connection, hello: Hello, most: int, dial: DialSide, attempt: int) -> None:
+    def _widen(
+        self, connection: Connection, hello: Hello, most: int, dial: DialSide, sealed: bool, attempt: int
+    ) -> None:
         """I/O thread: dial them one by one."""
         sides: list[SocketStream] = []
         deadline = time.monotonic() + self._runtime.patience
@@ -59,14 +72,15 @@ class Widening:
             for place in range(1, most):
                 if self._runtime.closing or connection.closed:
                     raise ConnectionResetError("the connection has ended")
-                beside = msgspec.structs.replace(hello, side=place, sides=most - 1, shared_memory=False)
+                secret = fresh_secret() if sealed else b""
+                beside = msgspec.structs.replace(hello, side=place, sides=most - 1, shared_memory=False, seal=secret)
                 sides.append(dial(beside, deadline))
         except (TelegradError, OSError) as error:
             log.info("one connection to %s is used where %d could be: %s", connection.peer, most, error)
             for side in sides:
                 side.close()
             if attempt < _ATTEMPTS and not connection.closed:
-                again = functools.partial(self.watch, connection, hello, most, dial, attempt + 1)
+                again = functools.partial(self.watch, connection, hello, most, dial, sealed=sealed, attempt=attempt + 1)
                 self._runtime.timer.at(time.monotonic() + _PAUSE_SECONDS, again)
             return
         self._attach(connection, sides)
@@ -89,6 +103,8 @@ class Widening:
             raise AuthenticationError("there is no such connection to put another beside")
         if connection.stream.kind != TCP or not 0 < hello.side <= hello.sides < MOST_STREAMS:
             raise AuthenticationError("no connection can be put there")
+        if hello.seal and not can_seal():
+            raise AuthenticationError("this worker lacks what opens sealed pieces")
         if connection.gathering is None and wide >= MOST_WIDE:
             raise AuthenticationError(f"{MOST_WIDE} connections have others beside them already")
 

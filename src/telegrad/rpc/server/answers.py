@@ -8,14 +8,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from telegrad import trace
 from telegrad.cuda import order
 from telegrad.rpc.devices import Placement
 from telegrad.rpc.runtime import Runtime
-from telegrad.rpc.server.at_most_once import AtMostOnce, Reply
+from telegrad.rpc.server.at_most_once import MOST_KEPT, AtMostOnce, Reply
 from telegrad.rpc.server.cancellation import Cancellations
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.yield_turn import Turn, local
@@ -116,6 +116,15 @@ class Answers:
             if self.cancellations is None:
                 self.cancellations = Cancellations()
             return self.cancellations
+
+    def cancel(self, request_ids: Iterable[int]) -> None:
+        """The caller no longer waits for these requests, which run here or are still to be read."""
+        cancellations = self.cancelling()
+        for request_id in request_ids:
+            if not self.requests.is_answered(request_id) and len(cancellations) < MOST_KEPT:
+                cancellations.ask(request_id)
+                if self.requests.is_answered(request_id):  # this very moment
+                    cancellations.forget(request_id)
 
     def _send(self, reply: Reply, lazy: bool = False) -> None:
         """Send a frame, or what `Connection.send` takes of a large one, less the ack."""

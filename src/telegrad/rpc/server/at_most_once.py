@@ -62,6 +62,13 @@ class AtMostOnce:
             self.running[request_id] = (kind, time.monotonic())
             return NEW
 
+    def is_answered(self, request_id: int) -> bool:
+        """Whether a request has run; not if it is running, or has not come."""
+        with self._lock:
+            if request_id in self.running:
+                return False
+            return request_id in self.replies or request_id < self.acknowledged or request_id in self._forgotten
+
     def acknowledge(self, limit: int) -> None:
         """All replies below `limit` have arrived."""
         self.acknowledged = limit

@@ -23,8 +23,14 @@ class Cancellations:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._asked
 
+    def __len__(self) -> int:
+        return len(self._asked)
+
     def ask(self, request_id: int) -> None:
-        """The caller no longer waits for this request, which is running here, or about to."""
+        """The caller no longer waits for this request, which is running here, or about to. Once: a coroutine that is
+        cancelled twice could not clean up."""
+        if request_id in self._asked:
+            return
         self._asked.add(request_id)
         stop = self._stops.get(request_id)
         if stop is not None:

@@ -6,13 +6,13 @@ One that returns a coroutine, or is marked to return a Future, is answered when 
 import contextvars
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CoroutineType
 from typing import Any
 
 import torch
 
-from telegrad.errors import CallRefused, TelegradError
+from telegrad.errors import CallCancelled, CallRefused, TelegradError
 from telegrad.rpc.layer import Layer, Layers, Served
 from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.request import Request
@@ -133,23 +133,33 @@ class Later:
             cancel = self._service.event_loop().run(self._result, self._context, done, failed)
             request.session.cancelling().on_ask(request.frame.request_id, cancel)
         else:
-            _when_done(self._func, self._result, done, failed)
+            cancel = _when_done(self._func, self._result, done, failed)
+            request.session.cancelling().on_ask(request.frame.request_id, cancel)
 
 
-def _when_done(func: Any, result: Any, done: Result, failed: Failure) -> None:
+def _when_done(func: Any, result: Any, done: Result, failed: Failure) -> Callable[[], None]:
+    """Pass on what becomes of a future. What is returned has the call end without it: nobody waits any more."""
     if not isinstance(result, torch._C.Future):
         raise TelegradError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
             f"but {getattr(func, '__qualname__', func)} returned {type(result).__name__}"
         )
 
+    first = threading.Lock()  # held by whichever ends the call
+
     def finish(future: Any) -> None:
-        try:
-            done(future.value())
-        except BaseException as error:
-            failed(error)
+        if first.acquire(blocking=False):
+            try:
+                done(future.value())
+            except BaseException as error:
+                failed(error)
+
+    def cancel() -> None:
+        if first.acquire(blocking=False):
+            failed(CallCancelled("the call was cancelled, or its timeout passed, before its future was done"))
 
     result.add_done_callback(finish)
+    return cancel
 
 
 def _serve_cancel(request: Request) -> None:
@@ -157,8 +167,9 @@ def _serve_cancel(request: Request) -> None:
     message = request.message
     assert type(message) is CancelCall
     session, request_id = request.session, message.request_id
-    if request_id in session.requests.running:  # else it has been answered
-        session.cancelling().ask(request_id)
-        if request_id not in session.requests.running:  # answered this very moment
-            session.cancelling().forget(request_id)
+    cancellations = session.cancelling()
+    if request_id in session.requests.running:
+        cancellations.ask(request_id)
+    if request_id not in session.requests.running:  # it has been answered, perhaps this very moment
+        cancellations.forget(request_id)
     request.reply(Ack())  # a notice has none, but whoever sends it as a request is not left waiting

@@ -25,7 +25,7 @@ from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
 from telegrad.wire.frames import NOTICE, REQUEST, Frame, encode_whole
-from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, Exhausted, Goodbye, Ping
+from telegrad.wire.messages import DEFINING, WITH_A_CALL, Ack, AnyMessage, CancelCall, Exhausted, Goodbye, Ping
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -40,6 +40,9 @@ class SessionEvents(Protocol):
 
     def session_active(self) -> None:
         """A thread serves a session: somebody should see that it does not keep it for long."""
+
+    def session_paused(self, session: "Session") -> None:
+        """So much of a caller's is running that no more of it is read."""
 
     def session_lost(self, session: "Session") -> None:
         """The connection of a session ended."""
@@ -128,6 +131,7 @@ class Session(Answers):
                         return  # another thread went on while this one was busy
             if self.paused:
                 self.ping(Exhausted(0, len(running)))  # which may give up the turn, if writing has to wait
+                self._events.session_paused(self)
                 turn.give_up()
                 return
             try:
@@ -151,7 +155,15 @@ class Session(Answers):
                 return
             if trace.recorder is not None:
                 trace.recorder.arrived(frames)
+            if len(frames) > 1:
+                self._cancel_ahead(frames)
             inbox.extend(frames)
+
+    def _cancel_ahead(self, frames: list[Frame]) -> None:
+        """A call that came together with word that nobody waits for it never begins."""
+        for frame in frames:
+            if type(frame.message) is CancelCall:
+                self.cancelling().ask(frame.message.request_id)  # forgotten when that notice is served, at the latest
 
     def serve_deferred(self) -> None:
         """Serve the notices that waited until no request does."""

@@ -49,6 +49,11 @@ def connections_for(workers: int, encrypted: bool) -> int:
     return 1 if encrypted else min(8, max(4, fair_share(workers)))
 
 
+def sealed_connections_for(workers: int) -> int:
+    """The same with TLS where tensors go over sealed connections beside the first, which carries next to nothing."""
+    return 1 + min(8, max(2, fair_share(workers)))
+
+
 def variables_for(workers: int, environment: Mapping[str, str], threads: int | None = None) -> dict[str, str]:
     """What to add to the environment of each of `workers` that are started here; nothing for one alone.
 

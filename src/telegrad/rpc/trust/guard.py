@@ -25,6 +25,7 @@ from telegrad.wire.messages import (
     CancelCall,
     CleanupAutogradContext,
     DialBack,
+    GivenUp,
     ParticipantDied,
     Ping,
     PropagateGradients,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from telegrad.rpc.workers import Member
 
 # Needs no rule of its own: it concerns what the sender has here already, or nothing.
-_FREE = frozenset({Ack, Barrier, CancelCall, DialBack, Ping, RRefAck, RRefChildAccept, RRefUserDelete})
+_FREE = frozenset({Ack, Barrier, CancelCall, DialBack, GivenUp, Ping, RRefAck, RRefChildAccept, RRefUserDelete})
 # About a context, from one that has a part in it; nothing is done where there is no such context.
 _ABOUT_CONTEXTS = frozenset({AbortPass, CleanupAutogradContext, ParticipantDied, TooLateForPass})
 # The same, and this worker must have a part in it, too.

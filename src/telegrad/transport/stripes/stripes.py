@@ -11,6 +11,7 @@ closes the sockets, since the number of a closed descriptor may be another's at 
 """
 
 import functools
+import itertools
 import logging
 import queue
 import threading
@@ -19,9 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from telegrad.cuda import host, order
+from telegrad.errors import SealBroken
 from telegrad.transport.stream import SocketStream
+from telegrad.transport.stripes.sealed_stream import SealedStream
 from telegrad.transport.stripes.threads import PartThreads
-from telegrad.wire.parts import cut, part_bytes
+from telegrad.wire.parts import LEAST_FIRST, cut, divide
 
 log = logging.getLogger("telegrad.transport")
 
@@ -47,6 +50,8 @@ class Stripes:
         self._busy = 0  # threads that are at a side stream
         self._closed = False
         self.count = len(self._sides) + 1
+        # Sealed ones take nearly all of it: the main stream's TLS is slower than each of them.
+        self._first = LEAST_FIRST if isinstance(self._sides[0], SealedStream) else None
         self.last_read = 0.0
         self.on_arrival: Callable[[], None] = _nothing  # a message is complete whose reader may have gone
 
@@ -56,7 +61,7 @@ class Stripes:
         """Write `buffers`, of `total` bytes, in parts. The head of their message has been written, so whatever goes
         wrong breaks the connection."""
         outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        parts = cut(buffers, total, self.count)
+        parts = cut(buffers, divide(total, self.count, self._first))
         begun = 0
         try:
             for side, part in zip(self._sides, parts[1:], strict=True):
@@ -92,10 +97,10 @@ class Stripes:
 
     def arriving(self, view: memoryview) -> "Arrival":
         """A message with so much memory for its tensors begins to come: read its parts into it."""
-        size = part_bytes(len(view), self.count)
-        arrival = Arrival(self, self._main, min(size, len(view)), len(self._sides))
-        for index, side in enumerate(self._sides, 1):
-            self._start(functools.partial(self._read, side, view[index * size : (index + 1) * size], arrival))
+        bounds = divide(len(view), self.count, self._first)
+        arrival = Arrival(self, self._main, bounds[1], len(self._sides))
+        for side, (begin, end) in zip(self._sides, itertools.pairwise(bounds[1:]), strict=True):
+            self._start(functools.partial(self._read, side, view[begin:end], arrival))
         return arrival
 
     def _read(self, side: SocketStream, view: memoryview, arrival: "Arrival") -> None:
@@ -110,11 +115,12 @@ class Stripes:
                 count = side.receive_into(view[at:])
                 if count == 0:
                     raise ConnectionResetError("a stream of the connection ended in the middle of a message")
-                if count > 0:
-                    at += count
-                    self.last_read = time.monotonic()
+                self.last_read = time.monotonic()
+                at += max(0, count)
         except Exception as problem:
             error = problem
+            if isinstance(problem, SealBroken):
+                log.warning("%s", problem)
             self.abort()
         arrival.part_came(error)
 
@@ -213,6 +219,8 @@ class Arrival:
             if not self._done.is_set():  # looked at again: it may have come before it could know that it is waited for
                 return False
         self._main.go_on()
+        if isinstance(self._error, SealBroken):
+            raise self._error
         if self._error is not None:
             raise ConnectionResetError(f"a large message did not arrive: {self._error}")
         return True
@@ -223,7 +231,7 @@ class Arrival:
 
 def _write_part(stream: SocketStream, part: Sequence[Any], deadline: float | None, blocked: Callable[[], None]) -> None:
     """Write a part, some of which may be on the GPU and comes from there in chunks."""
-    if not order.active:
+    if not order.active or isinstance(stream, SealedStream):
         if part:
             stream.send(part, deadline, blocked)
         return
