@@ -127,3 +127,28 @@ def test_steps_leave_nothing(trio: Cluster, threads: int, long_profile: bool) ->
     assert await_rest() == at_rest
     grown = [after - earlier for earlier, after in zip(before, on_all(resident), strict=True)]
     assert max(grown) < SLACK, f"resident memory of the workers grew by {grown} bytes in {steps} steps"
+
+
+def small_step() -> None:
+    x = torch.ones(64, requires_grad=True)
+    with autograd.context() as context_id:
+        y, _ = rpc.rpc_sync("worker1", layers, (x,))
+        z = rpc.rpc_async("worker2", torch.mul, (x, 2.0)).wait()
+        autograd.backward(context_id, [(y + z).sum()])
+
+
+def left_to_collect(steps: int) -> int:
+    """Objects of so many steps that only the garbage collector can end."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(steps):
+            small_step()
+        return gc.collect()
+    finally:
+        gc.enable()
+
+
+def test_a_step_leaves_no_cycles(trio: Cluster) -> None:
+    small_step()
+    assert left_to_collect(20) < 20

@@ -133,9 +133,8 @@ class RootPass(Pass):
             self.fail(error)
         with self._lock:
             self.complete = self.error is None
+        self._asked = self._invited = []  # they know this pass: it would be left to the garbage collector
         if self.error is not None:
-            self._asked.clear()  # those without an answer know this pass
-            self._invited.clear()
             self._tell_all()
             raise self.error
 
@@ -155,7 +154,7 @@ class RootPass(Pass):
                         if not other.done and other is not slot:
                             other.link.expect()
             slot.deadline = self._deadline
-            slot.wait()
+            slot.link.wait(slot)
             if slot.complete is not None:  # else it was taken as it came
                 self._take_answer(slot)
 

@@ -146,7 +146,7 @@ class RecordedGraph(Graph):
         super()._add(leaf, part)
 
     def _ask(self, leaves: Sequence[Node], roots: list[Root]) -> tuple[Tensor | None, ...]:
-        if not self._inner:
+        if not self._only:
             return super()._ask(leaves, roots)
         wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR, *self._inner)
         first = {edge.node for edge, _ in roots}

@@ -44,7 +44,6 @@ class Entered(Protocol):
 
 
 _ANCHOR = ANCHOR.node
-_NOTHING_BUT_RECVS = (ANCHOR,)
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
 _MANY = 4 * 1024  # elements of a gradient that may be so large
 _get_state = torch._C._get_obj_in_tls
@@ -257,7 +256,7 @@ class Graph:
     def _ask(self, leaves: Sequence[Node], roots: list[Root]) -> tuple[Tensor | None, ...]:
         """One engine call from `roots` that writes to no leaf and returns what arrived at each. Recvs run."""
         if not leaves:
-            self._call(roots, _NOTHING_BUT_RECVS, False)
+            self._call(roots, (), True)  # it visits none
             return ()
         wanted = (*[GradientEdge(leaf, 0) for leaf in leaves], ANCHOR)
         first = {edge.node for edge, _ in roots}

@@ -155,6 +155,10 @@ class Pending:
         self.next_deadline = earliest
         return late, earliest
 
+    def any_unattended(self) -> bool:
+        """Whether there is a request whose caller does not come for the reply itself."""
+        return any(slot.complete is not None and not slot.attended for slot in list(self.slots.values()))
+
     def take_all(self) -> list[Slot]:
         """Every slot, taken out: the worker they wait for is gone."""
         taken = []

@@ -224,7 +224,7 @@ class ReplyReader:
 
     def arm_if_awaited(self) -> None:
         """What was held back has been written: notices, which have no reply, or requests as well."""
-        if self._slots or self._pending.given_up:
+        if self._pending.given_up or self._pending.any_unattended():
             self.arm()
 
     def disarmed(self) -> None:

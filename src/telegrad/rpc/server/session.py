@@ -172,7 +172,8 @@ class Session(Answers):
                 frame = self._deferred.popleft()
             except IndexError:  # another thread was first
                 return
-            self.serve(Request(self, frame))
+            if self.requests.is_news(frame.request_id):
+                self.serve(Request(self, frame))
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
@@ -234,19 +235,19 @@ class Session(Answers):
             self.ping(Exhausted(0, 0))
             self._io_threads.submit(self.ready)
 
-    def relieve(self) -> bool:
+    def relieve(self) -> bool | None:
         """The timer: if the same request has been running since the last look, let another thread serve.
 
-        Returns whether a thread is serving at all."""
+        Returns whether that was so; None if no thread serves at all."""
         turn = self._turn
         if turn is None:
-            return False
+            return None
         frame = turn.frame
         stuck = frame is not None and turn.seen is frame
         turn.seen = frame
         if stuck:
             turn.give_up()
-        return True
+        return stuck
 
     def sleeping(self, change: int) -> None:
         """A thread that serves this session begins (+1) or ends (-1) to wait for somebody else."""
@@ -286,13 +287,13 @@ class Session(Answers):
     def _take_notice(self, frame: Frame, message: AnyMessage) -> None:
         if type(message) in _OF_SESSIONS:
             self._take_word(frame, message)
+            return
+        # One that may be deferred came with the next request, which should not wait for it.
+        served = self._served.get(type(message))
+        if served is not None and served.deferrable and len(self._deferred) < _MOST_DEFERRED:
+            self._deferred.append(frame)
         elif self.requests.is_news(frame.request_id):
-            # Such a notice came with the next request, which should not wait for it.
-            served = self._served.get(type(message))
-            if served is not None and served.deferrable and len(self._deferred) < _MOST_DEFERRED:
-                self._deferred.append(frame)
-            else:
-                self.serve(Request(self, frame))
+            self.serve(Request(self, frame))
 
     def _take_word(self, frame: Frame, message: AnyMessage) -> None:
         """What a caller says about the session itself."""

@@ -13,6 +13,7 @@ from telegrad.wire.messages import Exhausted
 log = logging.getLogger("telegrad.rpc")
 
 _LOOK_SECONDS = 0.002
+_MOST_SECONDS = 0.008  # between looks while requests come and go: each takes the interpreter from whoever serves
 _QUIET_LOOKS = 25  # looks without activity after which it rests
 _STUCK_LOOKS = 10  # looks without progress after which there is one more thread
 
@@ -24,6 +25,7 @@ class StuckThreads:
         self._runtime = runtime
         self._sessions = sessions
         self._looking = False
+        self._pause = _LOOK_SECONDS
         self._quiet = 0
         self._stuck = 0
         self._handled = 0
@@ -34,22 +36,24 @@ class StuckThreads:
         if not self._looking:
             self._looking = True
             self._quiet = 0
+            self._pause = _LOOK_SECONDS
             self._runtime.timer.at(time.monotonic() + _LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
         io_threads = self._runtime.io_threads
         progress = io_threads.handled != self._handled
         self._handled = io_threads.handled
-        served = False
-        for session in self._sessions():
-            served = session.relieve() or served
+        found = [session.relieve() for session in self._sessions()]
+        served = found.count(None) < len(found)
         self._stuck = 0 if progress or not io_threads.exhausted else self._stuck + 1
         if self._stuck >= _STUCK_LOOKS:
             self._stuck = 0
             io_threads.relieve()
         self._quiet = 0 if progress or served or io_threads.exhausted else self._quiet + 1
         if self._quiet < _QUIET_LOOKS:
-            self._runtime.timer.at(time.monotonic() + _LOOK_SECONDS, self._look)
+            calm = served and True not in found and not io_threads.exhausted
+            self._pause = min(2 * self._pause, _MOST_SECONDS) if calm else _LOOK_SECONDS
+            self._runtime.timer.at(time.monotonic() + self._pause, self._look)
         else:
             self._looking = False
 

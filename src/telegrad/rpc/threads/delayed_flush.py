@@ -8,42 +8,47 @@ from telegrad.transport.connection import Connection
 
 log = logging.getLogger("telegrad.rpc")
 
-LAZY = 0.005  # for what nobody waits for; each use of the timer wakes a thread, so not more often than this
+LAZY = 0.005  # for what nobody waits for
 BURST = 0.001  # for calls in a burst, whose replies usually write them sooner
 
 _FOREVER = float("inf")
 
 
 class DelayedFlush:
-    """Sees that nothing is held back for long. Called by many threads; a race costs one more look of the timer."""
+    """Sees that nothing is held back for long. Called by many threads; a race costs one more look of the timer.
+
+    As long as there is something each time it looks, it looks again after `LAZY`: to tell the timer of a new time wakes
+    its thread, which would take the interpreter from whoever holds back something.
+    """
 
     def __init__(self, timer: Timer) -> None:
         self._timer = timer
-        self._due: dict[Connection, float] = {}
-        self._next = _FOREVER
+        self._holding: set[Connection] = set()
+        self._next = _FOREVER  # when it looks
 
     def within(self, seconds: float, connection: Connection) -> None:
         """Write what `connection` holds back, if nothing else does in that time."""
+        self._holding.add(connection)
         due = time.monotonic() + seconds
-        if self._due.get(connection, _FOREVER) <= due:
-            return
-        self._due[connection] = due
         if due < self._next:
-            self._next = due
-            self._timer.at(due, self._flush)
+            self._look_at(due)
+
+    def _look_at(self, due: float) -> None:
+        self._next = due
+        self._timer.at(due, self._flush)
 
     def _flush(self) -> None:
         now = time.monotonic()
-        self._next = _FOREVER
-        for connection, due in list(self._due.items()):
-            if due > now:
-                self._next = min(self._next, due)
-                continue
-            self._due.pop(connection, None)
+        in_time = now >= self._next  # else it was asked for before an earlier look was, which sees to what follows
+        if in_time:
+            self._next = _FOREVER  # before taking: who adds one from here on sees to its own look
+        found = bool(self._holding)
+        while self._holding:
+            connection = self._holding.pop()
             try:
                 connection.flush(deadline=now)
                 connection.after_hold()
             except (OSError, ValueError):
                 log.debug("a connection closed before what it held back was written")
-        if self._next < _FOREVER:
-            self._timer.at(self._next, self._flush)
+        if in_time and found:
+            self._look_at(now + LAZY)

@@ -4,8 +4,9 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import PYFUNCTYPE, c_ssize_t, c_void_p, py_object, pythonapi
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ _bytes_at = PYFUNCTYPE(py_object, c_void_p, c_ssize_t)(("PyBytes_FromStringAndSi
 # Plain ints: arithmetic on enums costs a microsecond.
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
 _PARAMETER = int(Flag.PARAMETER)
+_Kind = tuple[torch.dtype, torch.Size, bool, torch.layout, bool]
+_kind: Callable[[Tensor], _Kind] = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
 
 def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] | None:
@@ -34,9 +37,7 @@ def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] 
     try:
         for tensor in tensors:
             # The shape of a nested tensor cannot be asked for, so such a one ends here.
-            form = _small_form(
-                type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad, tensor.layout, tensor.is_cpu
-            )
+            form = _small_form(type(tensor), _kind(tensor))
             if form is None or not tensor.is_contiguous() or tensor.is_neg():
                 return None
             spec, nbytes, padding = form
@@ -57,10 +58,9 @@ def describe_small(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], bytes] 
 
 
 @functools.lru_cache(maxsize=4096)
-def _small_form(
-    cls: type, dtype: torch.dtype, shape: torch.Size, requires_grad: bool, layout: torch.layout, is_cpu: bool
-) -> tuple[TensorSpec, int, bytes] | None:
+def _small_form(cls: type, kind: _Kind) -> tuple[TensorSpec, int, bytes] | None:
     """The spec of a contiguous tensor, its bytes, and what goes between it and the next; None if it is not plain."""
+    dtype, shape, requires_grad, layout, is_cpu = kind
     code = PLAIN_CODES.get(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     if code is None or (cls is not Tensor and cls is not Parameter) or layout is not torch.strided or not is_cpu:
