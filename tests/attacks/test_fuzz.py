@@ -212,7 +212,7 @@ def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
 
 def test_every_message_is_fuzzed() -> None:
     source = Frames(1, 1)
-    seen = {source.next()[1] for _ in range(20_000)}
+    seen = {source.next()[1] for _ in range(50_000)}
     assert seen == set(MESSAGES)
     exist = {c for m in (messages, block_notices) for c in vars(m).values() if isinstance(c, type)}
     tagged = {c for c in exist if issubclass(c, msgspec.Struct) and c.__struct_config__.tag is not None}

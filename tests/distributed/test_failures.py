@@ -168,7 +168,7 @@ def cut_my_connections() -> None:
 
 
 def _marked(path: str) -> Callable[[], bool]:
-    return lambda: os.path.exists(path)
+    return lambda: os.path.exists(path) and os.path.getsize(path) > 0
 
 
 def _check_step(middle: str, last: str) -> None:

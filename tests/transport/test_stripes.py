@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from telegrad.errors import AuthenticationError, ProtocolError, SealBroken
 from telegrad.rpc.peers.dial import sealed_over
 from telegrad.transport.connection import Connection
 from telegrad.transport.stream import SocketStream
+from telegrad.transport.stripes import stripes
 from telegrad.transport.stripes.gathering import Gathering
 from telegrad.transport.stripes.seal import can_seal, fresh_secret
 from telegrad.transport.stripes.sealed_stream import SealedStream
@@ -422,3 +424,10 @@ def test_gathering_gives_them_in_order_and_replaces_what_was_given_up() -> None:
     assert two._socket.fileno() >= 0  # the connection's now
     for sock in (again, two, *(p[1] for p in pairs)):
         sock.close()
+
+
+def test_a_peer_cannot_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stripes, "_warned", deque([-60.0] * 3, maxlen=3))
+    for number in range(10):
+        stripes._warn(SealBroken(f"piece {number}"))
+    assert [record.message for record in caplog.records] == ["piece 0", "piece 1", "piece 2"]

@@ -332,7 +332,7 @@ class GivenUp(Message, frozen=True, tag=65):
     """Which calls sent on your link does nobody wait for any more? I read no more of it. The reply names them."""
 
     link: int
-    request_ids: tuple[int, ...] = ()
+    request_ids: tuple[int, ...]
 
 
 class Observe(Message, frozen=True, tag=60):

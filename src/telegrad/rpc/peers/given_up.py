@@ -58,7 +58,7 @@ class GivenUpCalls(Layer):
         self._looked_at.add(session)
         try:
             self._peers.link(session.member).send(
-                GivenUp(session.number),
+                GivenUp(session.number, ()),
                 timeout=self._runtime.patience,
                 what="which calls it has given up",
                 complete=functools.partial(self._heard, session),

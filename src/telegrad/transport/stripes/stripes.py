@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,8 +34,19 @@ _LOOK_AGAIN_SECONDS = 1.0
 _LEAST_WAIT = 0.02
 
 
+# A peer that lies could have a connection broken as often as it makes one: so many are told of in a minute.
+_warned: deque[float] = deque([-60.0] * 20, maxlen=20)
+
+
 def _nothing() -> None:
     pass
+
+
+def _warn(error: SealBroken) -> None:
+    now = time.monotonic()
+    if now - _warned[0] >= 60.0:
+        _warned.append(now)
+        log.warning("%s", error)
 
 
 class Stripes:
@@ -120,7 +132,7 @@ class Stripes:
         except Exception as problem:
             error = problem
             if isinstance(problem, SealBroken):
-                log.warning("%s", problem)
+                _warn(problem)
             self.abort()
         arrival.part_came(error)
 
