@@ -33,6 +33,7 @@ def _draw_curve(axes: Any, losses: Sequence[float], accuracies: Sequence[float])
     steps = [1 + i * (len(accuracies) - 1) / max(1, len(losses) - 1) for i in range(len(losses))]
     axes.plot(steps, losses, color=BLUE, alpha=0.5, lw=1, label="loss of each step")
     axes.set_xlabel("epoch")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("loss")
     axes.set_ylim(bottom=0)
     right = axes.twinx()

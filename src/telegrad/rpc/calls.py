@@ -320,7 +320,7 @@ def rpc_sync(
                 raise
             retries -= 1
             agent.peers.wait_for_return(member, timeout if timeout > 0 else agent.rpc_timeout)
-        except Exception as error:
+        except BaseException as error:
             hide_own_frames(error)
             raise
 

@@ -69,7 +69,7 @@ class Future(torch.futures.Future[T]):
             if self.made is not None:
                 order.follow(self.made)
             return cast(T, torch._C.Future.wait(self))
-        except Exception as error:
+        except BaseException as error:
             hide_own_frames(error)
             raise
 

@@ -255,9 +255,10 @@ def raised_on(error: BaseException) -> int | None:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Before an exception that came from another worker, or is Telegrad's own, leaves Telegrad: forget how it passed
-    through here. The user's frames stay: a hook, say, that made a call in a backward pass."""
-    if not (_remote_notes(error) or isinstance(error, TelegradError)) or shows_all_frames():
+    """Before an exception that came from another worker, is Telegrad's own, or is Ctrl-C while a call is waited for
+    leaves Telegrad: forget how it passed through here. The user's frames stay: a hook, say, that made a call in a
+    backward pass."""
+    if not (_remote_notes(error) or isinstance(error, TelegradError | KeyboardInterrupt)) or shows_all_frames():
         return
     frames = []
     each = error.__traceback__
