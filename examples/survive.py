@@ -123,7 +123,7 @@ def draw(losses: Losses, deaths: list[Death], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0, help="of the killer")
     parser.add_argument("--output", type=Path, default=Path("examples-output"), help="folder of the plot")
     given = parser.parse_args()

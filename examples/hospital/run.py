@@ -27,9 +27,12 @@ ADDRESSES = {"hospital": "10.213.7.1", "company": "10.213.7.2"}
 
 def make_keys(folder: Path) -> None:
     """An authority, a certificate for each party, and a secret that both know."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        sys.exit("this example makes keys with the package cryptography: pip install '.[tls]' in the clone")
 
     now = datetime.datetime.now(datetime.UTC)
     issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "authority")])
