@@ -7,8 +7,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Uncompiled: most of what is installed is never imported.
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 TORCH  := $(shell grep '^torch==' constraints.txt)
 ARGS   ?=
 BASE   ?=
