@@ -14,7 +14,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 # About half of the time. Whatever is not named here, new folders included, is in the other half.
-FIRST = ("attacks", "autograd", "chaos", "compat", "conformance", "cuda", "distributed", "durable", "launch")
+FIRST = ("attacks", "autograd", "chaos", "compat", "conformance", "cuda", "distributed", "durable")
 PYTEST = [sys.executable, "-m", "pytest", "--durations=20"]
 
 
