@@ -25,9 +25,9 @@ help:  ## what there is
 demo: $(VENV)/.installed-demo  ## train a small network over three local workers
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: check  ## check, then all tests (short profile), as two processes; with ARGS, those only
+test: check  ## check, then all tests (short profile), as three processes; with ARGS, those only
 	@$(BIN)/python -m compileall -q src tests examples # once: where Python is told to write no bytecode, each process would
-	$(BIN)/python -m tests.halves $(ARGS)
+	$(BIN)/python -m tests.parts $(ARGS)
 
 test-engines: $(VENV)/.installed-dev engines  ## tests on Ray, torchrun, Slurm and MPI, installed here as far as possible
 	-$(MAKE) --no-print-directory $(VENV)/.installed-ray
