@@ -80,7 +80,7 @@ def test_calls_of_16_mb(job: Cluster, long_profile: bool) -> None:
     calls(5)
     before, files = both_resident(), open_files()
     calls(2000 if long_profile else 30)
-    assert growth(before) < 48 * MB
+    assert growth(before) < 96 * MB  # a call that keeps what it sent would need 480
     assert open_files() <= files + 4
 
 
