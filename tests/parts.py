@@ -3,8 +3,7 @@
     python -m tests.parts                 all tests, in three parts
     python -m tests.parts -k stream ...   with arguments: one pytest, with these
 
-What one part prints stays together. What failed is run once more, alone, and that decides: three parts on two cores are
-a load that no test of deadlines and deaths can foresee. The first failure is printed all the same.
+A test that fails only here depends on time; what one part prints stays together.
 """
 
 import signal
@@ -13,14 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 FOLDER = Path(__file__).parent
 # About a third of the time each. Whatever is not named here, new folders included, is the last part.
 FIRST = ("attacks", "chaos", "compat", "conformance", "durable", "launch")
 SECOND = ("autograd", "cuda", "distributed", "observe", "package")
 PYTEST = [sys.executable, "-m", "pytest", "--durations=20"]
-FAILED = pytest.ExitCode.TESTS_FAILED
 
 
 def parts() -> list[list[str]]:
@@ -35,17 +31,12 @@ def _has_tests(path: Path) -> bool:
     return path.is_file() or any(path.rglob("test_*.py"))
 
 
-def _command(number: int, tests: list[str]) -> list[str]:
-    """Each part remembers for itself what failed."""
-    return [*PYTEST, "-o", f"cache_dir=.pytest_cache/part{number}", *tests]
-
-
 class Beside:
     """A part that runs beside the one that is shown; what it prints is shown at its end."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, tests: list[str]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `show`
-        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+        self._process = subprocess.Popen([*PYTEST, *tests], stdout=self._output, stderr=subprocess.STDOUT)
 
     def wait(self) -> int:
         """Its exit status."""
@@ -65,24 +56,16 @@ def main(arguments: list[str]) -> int:
     """The exit status of the part that ended worst."""
     if arguments:
         return subprocess.call([*PYTEST, *arguments])
-    commands = [_command(number, tests) for number, tests in enumerate(parts(), start=1)]
+    shown, *others = parts()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever ends a run that takes too long sees all parts
-    beside = [Beside(command) for command in commands[1:]]
+    beside = [Beside(tests) for tests in others]
     try:
-        statuses = [subprocess.call(commands[0])]
+        statuses = [subprocess.call([*PYTEST, *shown])]
         statuses += [part.wait() for part in beside]
     finally:
         for part in beside:
             part.show()
-    return max(map(_once_more, commands, statuses), key=abs)
-
-
-def _once_more(command: list[str], status: int) -> int:
-    """What failed of a part, alone. A part that ended in another way than by failing tests stays as it is."""
-    if status != FAILED:
-        return status
-    print("\nWhat failed above, once more and alone:", flush=True)
-    return subprocess.call([*command, "--last-failed", "--last-failed-no-failures=none"])
+    return max(statuses, key=abs)
 
 
 if __name__ == "__main__":
