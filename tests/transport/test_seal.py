@@ -179,13 +179,6 @@ def test_pieces_are_of_one_size_but_the_last(sizes: list[int], most: int) -> Non
 # --- over a socket ---
 
 
-@pytest.fixture(scope="module")
-def ends() -> tls.TlsEnds:
-    made = tls.ends_by_fingerprint()
-    assert made is not None
-    return made
-
-
 @pytest.fixture
 def sockets(ends: tls.TlsEnds) -> Iterator[tuple[TlsSocket, TlsSocket]]:
     """After the handshake of TLS."""

@@ -29,13 +29,6 @@ def _connect(one: socket.socket, other: socket.socket, ends: tls.TlsEnds) -> tup
     return TlsStream(dialled, "tcp"), TlsStream(accepted, "tcp")
 
 
-@pytest.fixture(scope="module")
-def ends() -> tls.TlsEnds:
-    made = tls.ends_by_fingerprint()
-    assert made is not None
-    return made
-
-
 @pytest.fixture
 def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
