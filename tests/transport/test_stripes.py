@@ -378,7 +378,7 @@ def test_sealed_pieces_that_were_changed_on_their_way_end_the_connection(
 
             side._sealer.seal = flip  # type: ignore[method-assign]
         elif way == "exchanged":
-            side._sealer._number += 1
+            next(side._sealer._numbers)
         else:
             side._sealer, other._sealer = other._sealer, side._sealer
         with in_thread(functools.partial(send_tensors, a, torch.ones(LARGE // 4), deadline=time.monotonic() + 10)):
