@@ -1,6 +1,5 @@
 """The log of members in a store in memory: what survives the loss of the store, and who opens one."""
 
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from telegrad.rpc.job.rendezvous.member_log import MemberLog, open_store
 from telegrad.rpc.job.rendezvous.member_log import _encode as encode_member
 from telegrad.rpc.trust.seal import UNSEALED
 from telegrad.rpc.workers import Member
+from tests.ports import own_port
 
 
 def record(worker_id: int, incarnation: int) -> Member:
@@ -99,11 +99,8 @@ def test_a_place_that_was_joined_before_it_moved_is_not_outdated() -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port for this test alone: bound, so that nobody is given it, and not listened at, so that a store can be."""
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", 0))
-        yield int(sock.getsockname()[1])
+    with own_port() as found:
+        yield found
 
 
 @pytest.mark.parametrize(
