@@ -70,7 +70,7 @@ def cluster(size: int, **options: Any) -> Iterator[Cluster]:
             graceful = all(p.is_alive() for p in made.processes)
         finally:
             try:
-                rpc.shutdown(graceful=graceful, timeout=20)
+                rpc.shutdown(graceful=graceful, timeout=60)
             finally:
                 end(made.processes, patience=30 if graceful else 0)
 

@@ -22,6 +22,7 @@ from telegrad.wire.tensor.small import describe_small
 from tests.one_frame import receive_frame
 
 NOBODY = 65534
+PATIENCE = 60.0  # seconds for what a worker does at once, on a machine that does much else
 # Each liar was started later than the one before, and than those that tests make by hand. By chance one would now and
 # then have the generation of another that has left, and be taken for that one, which is known to be dead.
 _generations = itertools.cycle(range(1, MAX_GENERATION + 1))
@@ -125,7 +126,7 @@ def lying_member(
     )
     if agent.options.exports_only and made.name != agent.info.name:  # a party to the job, or it is not let in
         agent.peers.learn([JobMember(made.name, WorkerId(made.worker_id), Incarnation(made.incarnation), (), 0)])
-    sock = connect(address_of(agent, kind), 5.0)
+    sock = connect(address_of(agent, kind), PATIENCE)
     ours = None
     try:
         handshake = DiallerHandshake(agent.connector.secret if secret is None else secret)
