@@ -44,11 +44,15 @@ class HarmedCluster(Cluster):
         index = self.others.index(name)
         end([self.processes[index]], patience=0)
         self.processes[index] = process(serve, name, index + 1, self.size, self.meeting, self.options)
-        deadline = time.monotonic() + RESTART_SECONDS
         for asking in self.names:
-            while not self._reaches(asking, name):
-                assert time.monotonic() < deadline, f"{asking} does not find {name} again"
-                time.sleep(0.02)
+            self.await_back(name, asking)
+
+    def await_back(self, name: str, asking: str = "worker0") -> None:
+        """Return when `asking` reaches a worker that was started again."""
+        deadline = time.monotonic() + RESTART_SECONDS
+        while not self._reaches(asking, name):
+            assert time.monotonic() < deadline, f"{asking} does not find {name} again"
+            time.sleep(0.02)
 
     def _reaches(self, asking: str, name: str) -> bool:
         try:
