@@ -137,8 +137,8 @@ def mark(text: str) -> None:
 
 
 def rest(seconds: float) -> None:
-    """Called by the driver in a step: time to die in. However slow the supervisor is, it looks at the job meanwhile: else
-    the job would be done before it is harmed."""
+    """Called by the driver in a step: time to die in. The supervisor looks at the job in it, however slow both are,
+    or the job would be done before it is harmed."""
     if _folder is not None and seconds:
         before = _looks()
         time.sleep(seconds)
