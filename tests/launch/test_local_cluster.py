@@ -143,11 +143,11 @@ def test_a_killed_worker_is_started_again_as_often_as_it_takes(capfd: pytest.Cap
         for _ in range(2):
             before = rpc.rpc_sync("worker1", os.getpid)
             cluster.kill("worker1")
-            after = rpc.rpc_sync("worker1", os.getpid, retries=2)
+            after = rpc.rpc_sync("worker1", os.getpid, timeout=120, retries=2)
             assert before != after == cluster.pid("worker1")
         with pytest.raises(WorkerDied, match="worker1"):
             rpc.rpc_sync("worker1", os._exit, args=(3,))
-        assert rpc.rpc_sync("worker1", abs, args=(-1,), retries=2) == 1
+        assert rpc.rpc_sync("worker1", abs, args=(-1,), timeout=120, retries=2) == 1
     assert "[worker1] ended with status 3" in capfd.readouterr().err
 
 
