@@ -58,7 +58,7 @@ def test_a_relay_reads_nothing_of_tls() -> None:
 
 
 def test_a_relay_that_decrypts_is_found_out() -> None:
-    with cluster(2, transports=("tcp",), tls=True, secret=SECRET, heartbeat=0.2):
+    with cluster(2, transports=("tcp",), tls=True, secret=SECRET, heartbeat=5.0):
         relay = _relay(decrypts=True)
         with pytest.raises((AuthenticationError, WorkerDied), match=r"certificate|between"):
             _call_through(relay)
