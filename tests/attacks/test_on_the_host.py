@@ -24,7 +24,7 @@ from telegrad.transport.addresses import Address, Listeners
 from telegrad.transport.handshake import Hello
 from tests.attacks.strangers import NOBODY, PATIENCE, address_of, as_nobody, lying_member
 from tests.cluster import cluster, process
-from tests.ports import free_port
+from tests.ports import own_port
 from tests.waiting import wait_until
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
@@ -202,16 +202,16 @@ def test_a_forged_restart_is_not_believed(caplog: pytest.LogCaptureFixture) -> N
 
 def test_the_store_listens_where_it_was_told() -> None:
     """It listened on all interfaces, and so did its monitor port."""
-    port = free_port()
-    before = _listening()
-    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", transports=("unix",))
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    try:
-        opened = _listening() - before
-        assert len([1 for _, at in opened if at == port]) == 1
-        assert {host for host, _ in opened} == {"127.0.0.1"}
-    finally:
-        rpc.shutdown()
+    with own_port() as port:
+        before = _listening()
+        options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", transports=("unix",))
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            opened = _listening() - before
+            assert len([1 for _, at in opened if at == port]) == 1
+            assert {host for host, _ in opened} == {"127.0.0.1"}
+        finally:
+            rpc.shutdown()
 
 
 def _listening() -> set[tuple[str, int]]:
