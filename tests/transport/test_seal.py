@@ -190,7 +190,7 @@ def sockets(ends: tls.TlsEnds) -> Iterator[tuple[TlsSocket, TlsSocket]]:
         thread = threading.Thread(target=accepted.do_handshake)
         thread.start()
         dialled.do_handshake()
-        thread.join(20)
+        thread.join(100)
         yield dialled, accepted
 
 
@@ -206,7 +206,7 @@ def _nothing() -> None:
 
 def read(stream: SealedStream, total: int) -> bytes:
     """One part of so many bytes."""
-    view, at, until = memoryview(bytearray(total)), 0, time.monotonic() + 30
+    view, at, until = memoryview(bytearray(total)), 0, time.monotonic() + 90
     while at < total:
         assert time.monotonic() < until
         if stream.readable(0.1):
@@ -218,12 +218,12 @@ def test_parts_both_ways(streams: tuple[SealedStream, SealedStream]) -> None:
     source = random.Random(3)
     parts = [[source.randbytes(size) for size in sizes] for sizes in ([10], [seal.PIECE], [3, 2 * seal.PIECE, 70_001])]
     for sender, receiver in (streams, streams[::-1]):
-        send = [functools.partial(sender.send, part, time.monotonic() + 30, _nothing) for part in parts]
+        send = [functools.partial(sender.send, part, time.monotonic() + 90, _nothing) for part in parts]
         thread = threading.Thread(target=lambda send=send: [act() for act in send])
         thread.start()
         for part in parts:
             assert read(receiver, sum(map(len, part))) == b"".join(part)
-        thread.join(20)
+        thread.join(100)
 
 
 def test_a_stream_that_ends_in_a_part_names_the_peer(streams: tuple[SealedStream, SealedStream]) -> None:
@@ -235,6 +235,7 @@ def test_a_stream_that_ends_in_a_part_names_the_peer(streams: tuple[SealedStream
 
 def test_what_is_reflected_does_not_open(streams: tuple[SealedStream, SealedStream]) -> None:
     streams[0].send([bytes(1000)], None, _nothing)
+    assert streams[1].readable(60.0)
     raw = streams[1]._socket.recv(5000)
     streams[1]._socket.send(raw)
     with pytest.raises(SealBroken, match="worker 'b'"):
