@@ -20,6 +20,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.peers.peers import MOST_OF_ONE
 from telegrad.rpc.trust.exports import definition_of
+from telegrad.rpc.trust.guard import Guard
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
@@ -32,6 +33,7 @@ from telegrad.wire.messages import (
     AutogradMetadata,
     BeginPass,
     CancelCall,
+    CleanupAutogradContext,
     Goodbye,
     ParticipantDied,
     PythonCall,
@@ -94,8 +96,8 @@ def _hello(agent: Agent, worker_id: int, name: str, *, incarnation: int = 0, lin
     return Hello(worker_id, name, given, agent.member.incarnation, link, False, "", ticket=bytes(16))
 
 
-def _in_context(number: int) -> RpcWithAutograd:
-    return RpcWithAutograd(AutogradMetadata(OWN + number, OWN + 1), CALL, False)  # type: ignore[arg-type]
+def _in_context(number: int, own: int = OWN) -> RpcWithAutograd:
+    return RpcWithAutograd(AutogradMetadata(own + number, own + 1), CALL, False)  # type: ignore[arg-type]
 
 
 # --- under another name ---
@@ -212,6 +214,24 @@ def test_calls_in_one_context_are_counted(agent: Agent) -> None:
         assert "rule 'contexts'" in liar.asks(_in_context(104), X)
     for number in range(100, 105):
         registry_of(agent).end(OWN + number)  # type: ignore[arg-type]
+
+
+def test_who_asks_too_often_can_still_end_its_contexts(agent: Agent) -> None:
+    """That is said once: refused, it would leave the context open for ever, and the party without one in the end."""
+    look: Any = agent.layers.before_serving
+    guard = next(cell.cell_contents for cell in look.__closure__ if isinstance(cell.cell_contents, Guard))
+    with lying_member(agent, hello=_hello(agent, 13, "ender")) as liar:
+        assert not liar.asks(_in_context(1, 13 << 48), X)
+        rate = guard._peers["ender"].rate
+        rate.rate, rate._tokens = 0.0, 0.0
+        try:
+            assert "rule 'calls_per_second'" in liar.asks(_in_context(2, 13 << 48), X)
+            unknown = CleanupAutogradContext((13 << 48) + 2, ())  # type: ignore[arg-type]
+            assert "rule 'calls_per_second'" in liar.asks(unknown)
+            assert not liar.asks(CleanupAutogradContext((13 << 48) + 1, ()))  # type: ignore[arg-type]
+        finally:
+            rate.rate, rate._tokens = LIMITS.calls_per_second, LIMITS.calls_per_second
+    assert registry_of(agent).get((13 << 48) + 1) is None  # type: ignore[arg-type]
 
 
 def test_bytes_in_contexts_are_counted(agent: Agent) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from telegrad.errors import CallRefused
+from telegrad.errors import CallRefused, TooManyCalls
 from telegrad.ids import worker_id_of, worker_of
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request
@@ -82,8 +82,8 @@ class _Peer:
 
     def __init__(self, limits: Limits) -> None:
         self.rate = TokenBucket(limits.calls_per_second, 2 * limits.calls_per_second)
-        # Of its own: what is refused is not said again, and would be kept for ever. There are no more of these than of
-        # the calls that made what they let go of.
+        # Of its own, so that who calls as often as it may can still let go. There are no more of these than of the
+        # calls that made what they let go of.
         self.letting_go = TokenBucket(limits.calls_per_second, 2 * limits.calls_per_second)
         self.recorded = TokenBucket(1.0, 10.0)  # refusals for asking too often, of which a record is kept
         self.left_out = 0  # and those of which none was
@@ -103,9 +103,11 @@ class Guard:
         self._peers: dict[str, _Peer] = {}
 
     def check_rate(self, request: Request) -> None:
-        """Raise CallRefused if its sender asks too often. Before anything is written down about the request: of many
+        """Raise TooManyCalls if its sender asks too often. Before anything is written down about the request: of many
         such refusals one a second is recorded, with the number of the others."""
         peer, limits = self._peer(request.caller), self.limits
+        if type(request.message) is CleanupAutogradContext and self._is_shared(request.message, request.caller):
+            return  # once, since then it has ended; were it refused, nobody would end it
         if (peer.letting_go if type(request.message) is RRefUserDelete else peer.rate).take():
             return
         others = ""
@@ -115,7 +117,7 @@ class Guard:
             peer.left_out += 1
             request.recorded = False
         text = f"rule 'calls_per_second': more than {limits.calls_per_second:g}; ask again later{others}"
-        raise CallRefused(text)
+        raise TooManyCalls(text)
 
     def check(self, request: Request) -> None:
         """Raise CallRefused unless the rules allow a request."""
@@ -245,6 +247,12 @@ class Guard:
             _check_own(message.rref_id, caller)
         elif type(message) in _OVER_CONTEXTS and self._agent.directory.by_id(message.root) is None:
             raise CallRefused(f"rule 'own contexts': worker {message.root}, the root of the pass, is not known here")
+
+    def _is_shared(self, message: CleanupAutogradContext, caller: "Member") -> bool:
+        """Whether both have a part in the context."""
+        holder = self._agent.layers.find(ContextHolder)
+        known = holder is not None and holder.get(message.context_id) is not None
+        return known and holder is not None and holder.has_part(message.context_id, caller.worker_id)
 
     def _has_part(self, context_id: int) -> bool:
         holder = self._agent.layers.find(ContextHolder)
