@@ -73,12 +73,12 @@ def let_go() -> None:
     _of_hospital().letting_go = TokenBucket(1000.0, 2000.0)
 
 
-def kept() -> int:
-    return len(rrefs_of(require_agent()).owned)
+def keeps(rref_id: int) -> bool:
+    return rrefs_of(require_agent()).keeps(rref_id)
 
 
 def company(meeting: str) -> None:
-    for function in (forward, fails_in_the_pass, wait_for, let_nothing_go, refused, let_go, kept):
+    for function in (forward, fails_in_the_pass, wait_for, let_nothing_go, refused, let_go, keeps):
         rpc.export(function)
     join("company", 1, 2, meeting, OPTIONS)
     rpc.shutdown()
@@ -133,12 +133,13 @@ def test_what_was_let_go_of_too_often_is_let_go_of_later() -> None:
     with torch.no_grad():
         reference = rpc.remote("company", "forward", (X,))
         assert torch.equal(reference.to_here(), X * 3)
+        rref_id = int(reference._handle.rref_id)
         rpc.rpc_sync("company", "let_nothing_go")
         del reference
         wait_until(lambda: rpc.rpc_sync("company", "refused") > 0)
-        assert rpc.rpc_sync("company", "kept") > 0
+        assert rpc.rpc_sync("company", "keeps", (rref_id,))
         rpc.rpc_sync("company", "let_go")
-        wait_until(lambda: rpc.rpc_sync("company", "kept") == 0)
+        wait_until(lambda: not rpc.rpc_sync("company", "keeps", (rref_id,)))
 
 
 def test_calls_under_a_profiler() -> None:

@@ -22,6 +22,7 @@ from telegrad.rpc.peers.peers import MOST_OF_ONE
 from telegrad.rpc.trust.exports import definition_of
 from telegrad.rpc.trust.guard import Guard
 from telegrad.rpc.workers import Member
+from telegrad.rref.rref_context import rrefs_of
 from telegrad.transport.addresses import connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import receive_exactly
@@ -40,6 +41,8 @@ from telegrad.wire.messages import (
     PythonRemoteCall,
     RpcWithAutograd,
     RRefCreationFailed,
+    RRefFetch,
+    RRefUserDelete,
 )
 from telegrad.wire.tensor.specs import TensorSpec
 from tests.attacks.frames import Frames
@@ -57,14 +60,14 @@ WEIGHT = torch.ones(3, 3, requires_grad=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the audit of the worker is, which is this process: the liars of all tests connect to it."""
     made = tmp_path_factory.mktemp("limits")
-    for function in (forward, sleep_until):
+    for function in (forward, sleep_until, zeros, rows_of_weight):
         rpc.export(function)
     join("alone", 0, 1, f"file://{made}/meeting", {**OPTIONS, "audit": f"{made}/audit"})
     try:
         yield made
     finally:
         rpc.shutdown(graceful=False)
-        for name in ("forward", "sleep_until"):
+        for name in ("forward", "sleep_until", "zeros", "rows_of_weight"):
             rpc.withdraw(name)
 
 
@@ -83,6 +86,17 @@ def forward(x: torch.Tensor) -> torch.Tensor:
 
 def sleep_until(path: str) -> None:
     wait_until(Path(path).exists)
+
+
+LARGE_WEIGHT = torch.zeros(10, LIMITS.kept_bytes // 10 - 100, dtype=torch.uint8)
+
+
+def zeros(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(count, dtype=torch.uint8)]
+
+
+def rows_of_weight(row: int) -> dict[str, torch.Tensor]:
+    return {"row": LARGE_WEIGHT[row]}
 
 
 CALL = PythonCall(1, definition_of("forward"))
@@ -202,6 +216,35 @@ def test_a_reference_is_made_once(agent: Agent) -> None:
         assert "exists already" in liar.asks(again, X)
         assert "exists already" in liar.asks(RRefCreationFailed(OWN + 1, OWN + 4))  # type: ignore[arg-type]
         assert not liar.asks(RRefCreationFailed(OWN + 1, OWN + 2))  # type: ignore[arg-type]
+
+
+def test_bytes_of_references_are_counted(agent: Agent) -> None:
+    """A function may return much for little; what several values share counts once."""
+    own, most = 12 << 48, LIMITS.kept_bytes
+
+    def made(number: int, function: str) -> PythonRemoteCall:
+        code = ("zeros", "rows_of_weight").index(function) + 1
+        return PythonRemoteCall(own + number, own + 100 + number, code, definition_of(function))  # type: ignore[arg-type]
+
+    def let_go(*numbers: int) -> RRefUserDelete:
+        return RRefUserDelete(tuple((own + number, own + 100 + number) for number in numbers))  # type: ignore[arg-type]
+
+    values: dict[Any, Any] = rrefs_of(agent).values
+    with lying_member(agent, hello=_hello(agent, 12, "keeper")) as keeper:
+
+        def is_kept(number: int, function: str, argument: int) -> bool:
+            assert not keeper.asks(made(number, function), pack(((argument,), {})))
+            wait_until(lambda: values[own + number].done)  # the answer is a moment earlier
+            return values[own + number].failure is None
+
+        assert is_kept(1, "zeros", most - 100)
+        assert not is_kept(2, "zeros", 101)
+        assert "rule 'kept_bytes'" in keeper.asks(RRefFetch(own + 2))  # type: ignore[arg-type]
+        assert is_kept(3, "zeros", 100)
+        assert "rule 'kept_bytes'" in keeper.asks(made(4, "zeros"), pack(((1,), {})))
+        assert not keeper.asks(let_go(1, 2, 3))
+        assert all(is_kept(number, "rows_of_weight", number) for number in (5, 6, 7))
+        assert not keeper.asks(let_go(5, 6, 7))
 
 
 def test_calls_in_one_context_are_counted(agent: Agent) -> None:

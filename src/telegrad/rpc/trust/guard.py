@@ -16,6 +16,7 @@ from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request
 from telegrad.rpc.trust.audit import Audit
 from telegrad.rpc.trust.exports import Limits, find_export
+from telegrad.rpc.trust.held import held_by
 from telegrad.rpc.trust.rate import TokenBucket
 from telegrad.wire.messages import (
     AbortPass,
@@ -89,6 +90,7 @@ class _Peer:
         self.left_out = 0  # and those of which none was
         self.sessions: WeakSet[Any] = WeakSet()
         self.references: dict[int, int] = {}  # with the fork that each was made for
+        self.held: dict[int, dict[int, int]] = {}  # by reference: bytes of its value by what has them
         self.contexts: dict[int, list[int]] = {}  # for each how many calls it made in it, with how many bytes
         self.arguments: dict[tuple[int, int], int] = {}  # bytes of the large ones, by session and request
 
@@ -211,9 +213,32 @@ class Guard:
             if len(peer.references) >= self.limits.references and holder is not None:
                 # Whether one is gone the ledger knows: that its holder says so is not enough.
                 peer.references = {rref: fork for rref, fork in peer.references.items() if holder.keeps(rref)}
+            if not again and sum(self._held_for(peer).values()) >= self.limits.kept_bytes:
+                raise CallRefused(self._too_much_is_held())
             if len(peer.references) >= self.limits.references:
                 raise CallRefused(f"rule 'references': {self.limits.references} results are kept for you already")
             peer.references[rref_id] = fork_id
+
+    def keep(self, request: Request, rref_id: int, value: Any) -> None:
+        """A value was made that is to be kept for a reference. CallRefused if that is more than its peer may have."""
+        peer, held = self._peer(request.caller), held_by(value)
+        with self._lock:
+            if sum({**self._held_for(peer), **held}.values()) > self.limits.kept_bytes:
+                raise CallRefused(self._too_much_is_held())
+            peer.held[rref_id] = held
+
+    def _held_for(self, peer: _Peer) -> dict[int, int]:
+        """Under the lock: bytes of the values that are kept for a peer's references, each storage once."""
+        holder = self._agent.layers.find(ReferenceHolder)
+        if holder is not None:
+            peer.held = {rref: held for rref, held in peer.held.items() if holder.keeps(rref)}
+        together: dict[int, int] = {}
+        for held in peer.held.values():
+            together.update(held)
+        return together
+
+    def _too_much_is_held(self) -> str:
+        return f"rule 'kept_bytes': values of your references hold {self.limits.kept_bytes} bytes; let go of some"
 
     def _check_context(self, peer: _Peer, context_id: int, nbytes: int) -> None:
         """A call in a context, which keeps what the call brought until it ends."""
@@ -277,6 +302,7 @@ def install_guard(agent: "Agent") -> None:
 
     if guard is not None or audit is not None:
         layers.before_serving = look
+    layers.before_keeping = None if guard is None else guard.keep
     layers.plain, layers.audit = guard is not None, audit
 
 
