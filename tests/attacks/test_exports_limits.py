@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,13 +312,18 @@ def test_what_is_refused_does_not_fill_the_disk(agent: Agent, folder: Path) -> N
     audit = folder / "audit"
     with lying_member(agent) as liar:
         assert not liar.asks(CALL, X)
-        peers["liar"].rate.rate, peers["liar"].rate._tokens = 0.0, 0.0
+        rate, recorded = peers["liar"].rate, peers["liar"].recorded
+        rate.rate, rate._tokens = 0.0, 0.0  # no more calls, however slow these are
+        recorded._clock, recorded._since = lambda: 0.0, 0.0
         before = len(audit.read_text().splitlines())
         for _ in range(500):
             assert "rule 'calls_per_second'" in liar.asks(CALL, X)
+        recorded._clock = lambda: 5.0  # five seconds later, there are five records more
+        for _ in range(500):
+            assert "rule 'calls_per_second'" in liar.asks(CALL, X)
         lines = [json.loads(line) for line in audit.read_text().splitlines()[before:]]
-        peers["liar"].rate.rate = 1e6
-    assert 10 <= len(lines) < 100, len(lines)  # ten at once, and then one a second
+        rate.rate, recorded._clock, recorded._since = LIMITS.calls_per_second, time.monotonic, time.monotonic()
+    assert len(lines) == 15
     assert all(line["what"] == "refusal" for line in lines)
 
 

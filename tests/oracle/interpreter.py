@@ -33,7 +33,7 @@ from tests.oracle.program import (
     Step,
 )
 
-PASS_TIMEOUT = 20.0
+PASS_TIMEOUT = 60.0
 LEAVES = 2
 ROWS = 3
 
