@@ -1,8 +1,8 @@
 """Failures at the edges: of the worker that keeps rendezvous store and barriers, in a job of open size, under load."""
 
+import asyncio
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,12 +19,13 @@ from telegrad.errors import RpcTimeout, ShutdownError, WorkerDied
 from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.server.answers import MOST_RUNNING
 from tests.cluster import cluster, end, join, process, serve
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
 HEARTBEAT = 0.3
 OPTIONS: dict[str, Any] = {"heartbeat": HEARTBEAT}
-AT_ONCE = 15.0
+AT_ONCE = 30.0
 
 
 @contextmanager
@@ -47,12 +48,6 @@ def workers_known() -> int:
     return len(require_agent().directory.members())
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @pytest.fixture(params=["file", "tcp"])
 def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"file://{tmp_path}/meeting" if request.param == "file" else f"tcp://127.0.0.1:{free_port()}"
@@ -68,7 +63,7 @@ def test_the_first_worker_dies(meeting: str) -> None:
         with pytest.raises(WorkerDied, match="worker0"):
             rpc.rpc_sync("worker0", torch.add, args=(1, 1))
         assert rpc.rpc_sync("worker1", torch.add, args=(1, 1)) == 2
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=90)
         others[1].join(AT_ONCE)
         assert others[1].exitcode == 0
         assert time.monotonic() - began < 2 * AT_ONCE
@@ -82,7 +77,7 @@ def test_the_keeper_of_a_barrier_dies_while_all_wait(meeting: str) -> None:
         # Stopped, the first worker takes our arrival and answers nobody.
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(0.3, others[0].kill).start()
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=90)
         others[1].join(AT_ONCE)
         assert others[1].exitcode == 0
         assert time.monotonic() - began < 2 * AT_ONCE
@@ -123,7 +118,7 @@ def test_a_name_comes_back_in_a_job_of_open_size(tmp_path: Path) -> None:
 
 
 def until_it_answers(name: str) -> int:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             return int(rpc.rpc_sync(name, os.getpid))
@@ -132,19 +127,16 @@ def until_it_answers(name: str) -> int:
             time.sleep(0.02)
 
 
-_gate = threading.Event()
+_gate = asyncio.Event()  # of the one loop in which a worker runs coroutines
 
 
 async def wait_for_the_gate() -> int:
     """Holds no thread while it waits."""
-    import asyncio
-
-    while not _gate.is_set():  # noqa: ASYNC110 - another thread opens it
-        await asyncio.sleep(0.05)
+    await _gate.wait()
     return 1
 
 
-def open_the_gate() -> int:
+async def open_the_gate() -> int:
     _gate.set()
     return max(session.running for session in require_agent().peers.sessions())
 
@@ -156,7 +148,7 @@ def threads_here() -> int:
 def test_what_a_caller_may_have_under_way_is_bounded() -> None:
     """Beyond that the worker reads no more of this caller, and goes on when there is room."""
     with cluster(3, **OPTIONS):
-        asked = [rpc.rpc_async("worker1", wait_for_the_gate, timeout=60) for _ in range(MOST_RUNNING + 500)]
+        asked = [rpc.rpc_async("worker1", wait_for_the_gate, timeout=150) for _ in range(MOST_RUNNING + 500)]
         with pytest.raises(RpcTimeout):
             rpc.rpc_sync("worker1", torch.add, args=(1, 1), timeout=1.5)
         # Others are served: the bound is for each caller.
@@ -169,17 +161,29 @@ def test_threads_do_not_grow_with_requests() -> None:
         asked = [rpc.rpc_async("worker1", time.sleep, args=(0.001,)) for _ in range(2000)]
         for future in asked:
             future.wait()
-        assert rpc.rpc_sync("worker1", threads_here) < 40
+        assert rpc.rpc_sync("worker1", threads_here) < 200
 
 
 def replies_remembered() -> int:
     return sum(len(session.requests.replies) for session in require_agent().peers.sessions())
 
 
+_told = threading.Event()
+
+
+def until_told() -> None:
+    _told.wait(150)
+
+
+def tell() -> None:
+    _told.set()
+
+
 def test_a_long_call_does_not_make_the_replies_behind_it_pile_up() -> None:
     with cluster(2, **OPTIONS):
-        long = rpc.rpc_async("worker1", time.sleep, args=(3,))
+        long = rpc.rpc_async("worker1", until_told, timeout=150)
         for _ in range(2000):
             rpc.rpc_sync("worker1", torch.add, args=(1, 1))
         assert rpc.rpc_sync("worker1", replies_remembered) < 600
+        rpc.rpc_sync("worker1", tell)
         long.wait()
