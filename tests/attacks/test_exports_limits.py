@@ -46,7 +46,7 @@ from telegrad.wire.messages import (
 )
 from telegrad.wire.tensor.specs import TensorSpec
 from tests.attacks.frames import Frames
-from tests.attacks.strangers import address_of, lying_member, memory_mb
+from tests.attacks.strangers import PATIENCE, address_of, lying_member, memory_mb
 from tests.cluster import join
 from tests.waiting import wait_until
 
@@ -187,7 +187,7 @@ def test_links_that_are_let_in_at_once_are_counted(agent: Agent, monkeypatch: py
 
 def test_one_that_leaves_before_it_is_told_takes_no_place(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     acceptor, hello, taken = agent.connector._acceptor, _hello(agent, 10, "leaver"), []
-    sock, admit = connect(address_of(agent, "unix"), 5.0), acceptor._admit
+    sock, admit = connect(address_of(agent, "unix"), PATIENCE), acceptor._admit
 
     def admit_and_leave(hello: Hello, caller: Any) -> Any:
         welcome = admit(hello, caller)
