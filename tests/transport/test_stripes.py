@@ -289,9 +289,11 @@ def test_a_peer_that_reads_nothing_is_given_up_at_the_deadline() -> None:
 def test_progress_on_a_side_stream_is_a_sign_of_life() -> None:
     with closing(Pair(2)) as pair:
         a, b = pair.ends
-        before = time.monotonic()
+        before, blocked = time.monotonic(), threading.Event()
+        a.on_blocked = blocked.set
         x = torch.randn(16 * 2**20)
         with in_thread(functools.partial(send_tensors, a, x)):
+            assert blocked.wait(60)  # else it may be read as fast as it is written, and nobody notes when
             assert receive(b)
         assert a.last_progress >= before
         assert b.last_progress >= before
