@@ -80,7 +80,8 @@ class Server:
             while handshake.hello is None:
                 sock.sendall(handshake.feed(sock.recv(handshake.needs)))
             member = self.member
-            sock.sendall(handshake.welcome(Welcome(5, "liar", member.incarnation, False, False, "")))
+            welcome = Welcome(member.worker_id, member.name, member.incarnation, False, False, "")
+            sock.sendall(handshake.welcome(welcome))
             while True:
                 frame = receive_frame(sock)
                 if frame.kind == FrameKind.REQUEST:

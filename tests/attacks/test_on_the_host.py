@@ -1,28 +1,33 @@
 """Strangers on the host: other users, and whoever can read or write where the workers meet."""
 
 import os
+import pickle
 import socket
 import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from telegrad import rpc
-from telegrad.errors import AuthenticationError, RendezvousError
+from telegrad.errors import AuthenticationError, RendezvousError, RpcTimeout, WorkerDied
 from telegrad.ids import generation_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.trust import secret as secrets
 from telegrad.rpc.trust.files import make_private
-from telegrad.rpc.trust.seal import UNSEALED
+from telegrad.rpc.trust.seal import SEAL_BYTES, UNSEALED, Seal
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Address, Listeners
 from telegrad.transport.handshake import Hello
+from telegrad.wire.frames import FrameKind, encode_whole
+from telegrad.wire.messages import PythonReply
 from tests.attacks.strangers import NOBODY, PATIENCE, address_of, as_nobody, lying_member
+from tests.attacks.test_lying_servers import Server
 from tests.cluster import cluster, process
 from tests.ports import own_port
 from tests.waiting import wait_until
@@ -198,6 +203,44 @@ def test_a_forged_restart_is_not_believed(caplog: pytest.LogCaptureFixture) -> N
                     sock.accept()
         finally:
             stranger.close()
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("verified", [True, False], ids=["verified", "as if records were not verified"])
+def test_a_forged_reply_through_a_forged_restart(
+    agent: Agent, meeting: str, tmp_path: Path, verified: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole attack, and that it succeeds where nobody looks at the seal: so it is the seal that it ends at."""
+    exploded = tmp_path / "exploded"
+    server = Server(agent)  # it knows the secret, as a stranger did who could read it in the store
+    bomb = b"\x05" + pickle.dumps(_Bomb(exploded))
+    server.answer = lambda number, _: bytes(encode_whole(FrameKind.REPLY, number, 0, PythonReply(), bomb))
+    try:
+        true = msgspec.structs.replace(server.member, name="worker1", addresses=(Address("tcp", "127.0.0.1", "9"),))
+        agent.peers.learn([true])
+        forged = msgspec.structs.replace(true, incarnation=true.incarnation + 1, addresses=server.member.addresses)
+        server.member = forged
+        if not verified:
+            monkeypatch.setattr(Seal, "open", lambda self, sealed: sealed[SEAL_BYTES:])
+        log = PrefixStore("telegrad/static", FileStore(meeting.removeprefix("file://"), -1))
+        log.set(f"record/{int(log.add('records', 1)) - 1}", UNSEALED.seal(msgspec.msgpack.encode(forged)))
+        agent.peers.look_for_news()
+        assert (agent.directory.by_name("worker1") == forged) is not verified
+        if verified:
+            with pytest.raises((WorkerDied, RpcTimeout)):  # nobody is at the true address
+                rpc.rpc_sync("worker1", os.getpid, timeout=0.5)
+        else:
+            rpc.rpc_sync("worker1", os.getpid)
+        assert bool(server.asked) is not verified and exploded.exists() is not verified
+    finally:
+        server.close()
 
 
 def test_the_store_listens_where_it_was_told() -> None:
