@@ -19,6 +19,7 @@ class Alone(LocalPass[K]):
     """Sends and Recvs have keys of the test's own, and `deliver(key, gradients)` hears of the latter."""
 
     waits = 0  # inside an engine call, for what follows
+    _hear_more: Callable[["Alone[K]"], bool] | None = None
 
     def __init__(
         self,
@@ -41,11 +42,11 @@ class Alone(LocalPass[K]):
         """Let an engine call wait before each stage that may follow, as long as `more` has something heard."""
         self._hear_more = more
         self.stages_from = 0
-        self.patience = 1e9
+        self.patience = 60.0
 
     def wait_for_more(self, more: Wakeup, seconds: float) -> bool:
         self.waits += 1
-        return self._hear_more(self)
+        return super().wait_for_more(more, seconds) if self._hear_more is None else self._hear_more(self)
 
     def walk(self, heard: tuple[K, list[Tensor | None]] | None = None) -> None:
         """Start with the Sends and Recvs given, and keep none of them."""

@@ -28,7 +28,7 @@ from telegrad.engine.local.cut import empty_queue
 from telegrad.engine.local.graph import Entered, Graph, reached_from
 from telegrad.engine.local.hints import add_hint
 from telegrad.engine.local.regions import Apart, Batch, Plan, Way
-from telegrad.engine.local.stages import Root
+from telegrad.engine.local.stages import Root, may_come_late
 from telegrad.errors import AutogradError, GradientMismatch
 from telegrad.rpc.threads.wakeup import Wakeup
 
@@ -302,7 +302,8 @@ class LocalPass(Generic[K]):
             for key in graph.inner.keys() & self._unheard.keys():
                 entries += graph.inner[key].edges
             self._more = self.new_wakeup()
-        cut = graph.run_cut(batch.nodes, roots, batch.stages, entries, partial(self._go_on, batch))
+        stages = batch.stages if all(map(may_come_late, entries)) else ()
+        cut = graph.run_cut(batch.nodes, roots, stages, entries, partial(self._go_on, batch))
         with self._lock:
             self._more = None
             self._roots.extend(cut.left())

@@ -36,6 +36,15 @@ _ANCHOR = ANCHOR.node
 _REST = 1 << 62  # the stage of all that is outside
 
 
+def _meta(edge: GradientEdge) -> Any:
+    return edge.node._input_metadata[edge[1]]
+
+
+def may_come_late(edge: GradientEdge) -> bool:
+    """Whether a stand-in can be made for what enters there: a nested tensor has no shape."""
+    return not _meta(edge).is_nested_tensor
+
+
 def stay(_: int) -> None:
     """Run no stage."""
 
@@ -81,11 +90,10 @@ class StagedCut:
         for edge in entries:
             stage = self.stage_of.get(edge[0], 0)
             if stage and edge[:2] not in self._stand_ins:
-                meta: Any = edge.node._input_metadata[edge[1]]
-                shape = tuple(meta.shape)
+                meta = _meta(edge)
                 with torch.inference_mode(False):
-                    empty = torch.empty_strided(shape, [0] * len(shape), dtype=meta.dtype, device=meta.device)
-                self._stand_ins[edge[:2]] = stage, edge, empty
+                    stand_in = torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape)
+                self._stand_ins[edge[:2]] = stage, edge, stand_in
                 self._parts[edge[:2]] = []
                 self._borders[stage].add(edge.node)
 
