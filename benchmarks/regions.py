@@ -7,7 +7,7 @@
 - `nested`: 50 Sends along one chain, heard from its end; each region leads to the next and waits for it.
 - `nested, with Recvs`: the same, with a Recv in each region, so each runs at once. A peer, here another thread, is
   told by the Recv and answers with the gradient of the next Send, for which the engine call waits.
-- `the same, peer is late`: its answer always comes after that, so each region is cut off from the next.
+- `the same, peer is late`: its answer always comes later than that, so each region is cut off from the next.
 """
 
 import gc

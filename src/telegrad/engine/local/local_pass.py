@@ -74,7 +74,7 @@ class LocalPass(Generic[K]):
     _some_dead = False  # whether a tensor of a Send was heard without a gradient
     _more: Wakeup | None = None  # while a cut may go on: set when more is heard
 
-    stages_from: int | None = 500  # nodes behind a cut, so that it may wait: below, a cut takes less than to sleep
+    stages_from: int | None = 2000  # so many nodes behind a cut, and it may wait: with fewer no peer answers in time
     patience = 0.4e-6  # seconds that it may wait for each of them: what the engine takes to walk over one
     new_wakeup: Callable[[], Wakeup] = Wakeup  # tests put in one that lets their world go on
 

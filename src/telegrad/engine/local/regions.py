@@ -183,13 +183,13 @@ class Plan(Generic[K, N]):
             if region.unheard:
                 steps.setdefault(region.mask & self._unheard, []).append(region)
         behind = sum(len(region.nodes) for step in steps.values() for region in step)
-        if behind < fewest:
-            return []
         stages: list[Stage[N]] = []
         previous = heard = 0
         regions: list[Region[N]] = []
         *but_last, last = sorted(steps, key=int.bit_count)
         for mask in but_last:
+            if behind < fewest:
+                return stages
             if previous & ~mask:
                 return []
             previous = mask
