@@ -40,6 +40,7 @@ SHORT, LONG = 4_000, 1_000_000
 CHECK_EVERY = 50_000
 _BATCH = 10
 _PER_CONNECTION = 40 * _BATCH
+_PAUSE = 0.02  # seconds at most for a worker to answer some of a batch, so that it is not left behind
 
 
 def alive() -> int:
@@ -130,6 +131,7 @@ class Attacker:
             self.sent += _BATCH
             try:
                 self._send(self._sock, b"".join(batch))
+                self._read(self._sock, _PAUSE)
             except OSError:
                 self.hang_up()
 
@@ -139,16 +141,21 @@ class Attacker:
         sock.setblocking(False)
         until = time.monotonic() + PATIENCE
         while view:
-            readable, writable, _ = select.select([sock], [sock], [], 1.0)
-            if readable:
-                answers = sock.recv(1 << 16)
-                if not answers:
-                    raise ConnectionResetError
-                self.received += len(answers)
+            _, writable, _ = select.select([sock], [sock], [], 1.0)
+            self._read(sock, 0.0)
             if writable:
                 view = view[sock.send(view) :]
                 until = time.monotonic() + PATIENCE
             assert time.monotonic() < until, "the worker reads nothing any more"
+
+    def _read(self, sock: socket.socket, seconds: float) -> None:
+        """Read what there is, and wait so long for something."""
+        while select.select([sock], [], [], seconds)[0]:
+            answers = sock.recv(1 << 16)
+            if not answers:
+                raise ConnectionResetError
+            self.received += len(answers)
+            seconds = 0.0
 
     def hang_up(self) -> None:
         """End the connection."""

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -232,33 +232,26 @@ def test_a_flood_of_strangers(agent: Agent, kind: str, caplog: pytest.LogCapture
         rounds.append(_in_a_flood(address))
     assert _is_harmless(*rounds[-1]), rounds
     with flooded(half_open, address):
-        lost = 0
-        for number in range(5):
-            lost += _attempts(lambda number=number: _is_served(agent, kind, _honest(agent, number)))
-    assert lost <= 5  # one that is slow itself may be the oldest of those who wait, and give way; then it dials again
+        until, tried, served = time.monotonic() + PATIENCE, 0, 0
+        while served < 5 and time.monotonic() < until:
+            served += _is_served(agent, kind, _honest(agent, tried))
+            tried += 1
+    # One that is slow itself may be the oldest of those who wait, and give way; then it dials again, as workers do.
+    assert served == 5 and tried <= 10
     assert len(caplog.records) < 60
 
 
 def _in_a_flood(address: Address) -> tuple[float, float]:
     """p99 of calls while a flood goes elsewhere, which costs this machine as much, and while it comes here."""
     with sink(address) as nobody, flooded(half_open, nobody):
-        elsewhere = p99(_latencies(0.7))
+        elsewhere = p99(_latencies(0.5))
     with flooded(half_open, address):
-        return elsewhere, p99(_latencies(0.7))
+        return elsewhere, p99(_latencies(0.5))
 
 
 def _is_harmless(elsewhere: float, here: float) -> bool:
     """Generous: the machine that runs this is shared. `python -m benchmarks.flood` measures."""
     return here < elsewhere + 0.040 or here < 3 * elsewhere
-
-
-def _attempts(attempt: Callable[[], bool]) -> int:
-    """How many were in vain until one was not."""
-    until, lost = time.monotonic() + PATIENCE, 0
-    while not attempt():
-        lost += 1
-        assert time.monotonic() < until, f"{lost} attempts in vain"
-    return lost
 
 
 def _is_served(agent: Agent, kind: str, hello: Hello) -> bool:

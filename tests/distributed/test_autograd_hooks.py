@@ -168,7 +168,7 @@ def test_a_hook_may_call_the_worker_that_the_gradient_came_from(
 def test_data_parallel_replicas_reduce(trio: Cluster, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     inputs = [torch.tensor([[1.0, 2.0]]), torch.tensor([[-3.0, 0.5]])]
-    other = rpc.rpc_async("worker1", train, (1, store, inputs[1], 3))
+    other = rpc.rpc_async("worker1", train, (1, store, inputs[1], 3), timeout=150)
     mine = train(0, store, inputs[0], 3)
     expected = sum(gradient_in_one_process(x) for x in inputs) / 2
     for gradient, grad in [*mine, *other.wait()]:

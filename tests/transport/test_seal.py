@@ -242,6 +242,20 @@ def test_what_is_reflected_does_not_open(streams: tuple[SealedStream, SealedStre
         read(streams[0], 1000)
 
 
+def test_two_directions_have_two_secrets(sockets: tuple[TlsSocket, TlsSocket]) -> None:
+    """A peer that repeats what it was told: under one key, what each end sends would open at that end."""
+    with pytest.raises(ProtocolError, match="worker 'a' says the secret that it was told"):
+        sealed_over(sockets[0], SECRET, SECRET, "a")
+
+
+def test_nothing_is_sealed_on_a_connection_that_broke(streams: tuple[SealedStream, SealedStream]) -> None:
+    streams[0].abort()
+    drawn = repr(streams[0]._sealer._numbers)
+    with pytest.raises(BrokenPipeError, match="worker 'b'"):
+        streams[0].send([bytes(1000)], None, _nothing)
+    assert repr(streams[0]._sealer._numbers) == drawn
+
+
 def test_a_peer_that_takes_nothing_in(streams: tuple[SealedStream, SealedStream]) -> None:
     with pytest.raises(TimeoutError):
         streams[0].send([bytes(64 << 20)], time.monotonic() + 0.2, _nothing)
@@ -253,7 +267,7 @@ def test_more_over_tls_than_the_handshake_is_refused(sockets: tuple[TlsSocket, T
     one.sendall(b"x" * 10)
     assert other.recv(1) == b"x"
     with pytest.raises(ProtocolError, match="worker 'a' has said more"):
-        sealed_over(other, SECRET, SECRET, "a")
+        sealed_over(other, SECRET, bytes(32), "a")
 
 
 def test_a_secret_is_not_taken_in_clear() -> None:

@@ -163,8 +163,7 @@ class Connector:
             raise AuthenticationError(f"link {hello.link} of worker {hello.name!r} is another's")
         encrypted = caller.certificate is not None
         if hello.side:
-            wide = sum(s.connection is not None and s.connection.gathering is not None for s in peers.sessions())
-            self._widening.check(hello, served, wide)
+            self._widening.check(hello, served)
         if hello.seal and not (hello.side and encrypted):
             raise AuthenticationError("only a connection beside another can be sealed, and its secret is said over TLS")
         if not hello.side:  # last: what is kept for it from here on, whoever accepts it gives back
@@ -184,7 +183,7 @@ class Connector:
         )
 
     def _beside(self, hello: Hello, stream: SocketStream) -> None:
-        self._widening.admit(hello, self._peers.session_for(hello), stream)
+        self._widening.admit(hello, self._peers.session_for(hello), stream, self._peers.sessions())
 
     def _admitted(self, hello: Hello, welcome: Welcome, connection: Connection) -> None:
         self._peers.serve(hello, connection, hello.main_module != self._main)
