@@ -70,14 +70,14 @@ def cluster(size: int, **options: Any) -> Iterator[Cluster]:
             graceful = all(p.is_alive() for p in made.processes)
         finally:
             try:
-                rpc.shutdown(graceful=graceful, timeout=20)
+                rpc.shutdown(graceful=graceful, timeout=60)
             finally:
-                end(made.processes, patience=30 if graceful else 0)
+                end(made.processes, patience=60 if graceful else 0)
 
 
 def join(name: str, rank: int, size: int | None, meeting: str, options: dict[str, Any]) -> None:
     """Become a worker of the job that meets at `meeting`."""
-    given = rpc.RpcBackendOptions(**{"init_method": meeting, "rendezvous_timeout": 60, **options})
+    given = rpc.RpcBackendOptions(**{"init_method": meeting, "rendezvous_timeout": 120, **options})
     rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=given)
 
 

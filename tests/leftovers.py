@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE = 20.0  # seconds for what is already ending; far above what a closing worker needs on a busy machine
+PATIENCE = 60.0  # seconds for what is already ending; far above what a closing worker needs on a busy machine
 _PR_SET_CHILD_SUBREAPER = 36
 # Helpers that the standard library starts once and keeps for the life of a process.
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")

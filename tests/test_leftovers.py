@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tests import leftovers
+from tests.waiting import wait_until
 
 WAIT_FOR_INPUT = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
@@ -24,9 +25,8 @@ def test_a_child_is_seen_until_it_ends() -> None:
 def test_an_orphan_is_seen_and_killed() -> None:
     before = leftovers.running_now()
     subprocess.run(["sh", "-c", "sleep 600 & exit 0"], check=True)
-    left = leftovers.left_since(before, patience=0)
-    assert "sleep 600" in str(left)
-    leftovers.kill(left)
+    wait_until(lambda: "sleep 600" in str(leftovers.left_since(before, patience=0)))
+    leftovers.kill(leftovers.left_since(before, patience=0))
     assert not leftovers.left_since(before)
 
 

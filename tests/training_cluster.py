@@ -46,7 +46,7 @@ def cluster(directory: Path, others: Sequence[str] = OWNERS) -> Iterator[list[Ba
         end(processes)
 
 
-def end(processes: Sequence[BaseProcess], patience: float = 40.0) -> None:
+def end(processes: Sequence[BaseProcess], patience: float = 60.0) -> None:
     """Wait for processes that are ending. Torch takes its time to leave a busy machine; what takes longer is stuck."""
     stuck = []
     for each in processes:

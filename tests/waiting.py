@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 40.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 90.0) -> None:
     """Return when `condition` holds; fail if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -14,6 +14,7 @@
     |-- SealBroken (ConnectionError)       a piece of a large tensor is not what its sender sealed
     |-- ProtocolError             a peer sent what is no message; that connection is closed
     |-- CallRefused (PermissionError)      a worker's rules forbid what was asked: names the rule
+    |   `-- TooManyCalls          more in a second than it allows: the same may be asked later
     |-- SerializationError (TypeError)     a function, argument or result cannot be sent
     |-- RemoteError               a remote exception whose own type could not be rebuilt here
     |-- RRefError                 a reference was used in a way, place or time it cannot serve
@@ -110,6 +111,10 @@ class ProtocolError(TelegradError):
 
 class CallRefused(TelegradError, PermissionError):
     """A worker that runs exported functions alone does not do what was asked; the text names the rule."""
+
+
+class TooManyCalls(CallRefused):
+    """More was asked of it in a second than it allows this worker; what was refused may be asked again later."""
 
 
 class SerializationError(TelegradError, TypeError):

@@ -15,6 +15,9 @@ from telegrad import autograd, durable, nn, optim, rpc
 from telegrad.errors import AutogradError, CallRefused, RemoteError, RpcTimeout, SerializationError, TelegradError
 from telegrad.observe import record
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.trust.guard import Guard
+from telegrad.rpc.trust.rate import TokenBucket
+from telegrad.rref.rref_context import rrefs_of
 from tests.cluster import end, join, process
 from tests.waiting import wait_until
 
@@ -39,8 +42,43 @@ async def wait_for(path: str) -> None:
     await __import__("asyncio").to_thread(wait_until, Path(path).exists)
 
 
+class NoTokens:
+    """A bucket that is empty, and counts who comes."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+
+    def take(self) -> bool:
+        self.refused += 1
+        return False
+
+
+def _of_hospital() -> Any:
+    """On the company: what its guard knows of the hospital."""
+    look: Any = require_agent().layers.before_serving
+    guard = next(cell.cell_contents for cell in look.__closure__ if isinstance(cell.cell_contents, Guard))
+    return guard._peers["hospital"]
+
+
+def let_nothing_go() -> None:
+    _of_hospital().letting_go = NoTokens()
+
+
+def refused() -> int:
+    number: int = _of_hospital().letting_go.refused
+    return number
+
+
+def let_go() -> None:
+    _of_hospital().letting_go = TokenBucket(1000.0, 2000.0)
+
+
+def keeps(rref_id: int) -> bool:
+    return rrefs_of(require_agent()).keeps(rref_id)
+
+
 def company(meeting: str) -> None:
-    for function in (forward, fails_in_the_pass, wait_for):
+    for function in (forward, fails_in_the_pass, wait_for, let_nothing_go, refused, let_go, keeps):
         rpc.export(function)
     join("company", 1, 2, meeting, OPTIONS)
     rpc.shutdown()
@@ -54,7 +92,7 @@ def meeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     join("hospital", 0, 2, made, OPTIONS)
     try:
         yield made
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=60)
     finally:
         rpc.withdraw("forward")
         end([other], patience=30)
@@ -90,6 +128,20 @@ def test_futures_and_references() -> None:
         assert torch.equal(rpc.remote("company", "forward", (X,)).to_here(), X * 3)
 
 
+def test_what_was_let_go_of_too_often_is_let_go_of_later() -> None:
+    """An owner refuses to hear of it so often in a second. Were it not told again, it would keep the value for ever."""
+    with torch.no_grad():
+        reference = rpc.remote("company", "forward", (X,))
+        assert torch.equal(reference.to_here(), X * 3)
+        rref_id = int(reference._handle.rref_id)
+        rpc.rpc_sync("company", "let_nothing_go")
+        del reference
+        wait_until(lambda: rpc.rpc_sync("company", "refused") > 0)
+        assert rpc.rpc_sync("company", "keeps", (rref_id,))
+        rpc.rpc_sync("company", "let_go")
+        wait_until(lambda: not rpc.rpc_sync("company", "keeps", (rref_id,)))
+
+
 def test_calls_under_a_profiler() -> None:
     """What runs at the other party is not profiled; the call is made all the same."""
     x = torch.ones(1, 3, requires_grad=True)
@@ -116,6 +168,8 @@ def test_calls_with_spans() -> None:
 
 def test_a_call_that_nobody_waits_for_is_cancelled(tmp_path: Path) -> None:
     """Its coroutine, too; and that the other party is not asked where it is, it need not refuse."""
+    with torch.no_grad():
+        rpc.rpc_sync("company", "forward", (X,))  # there is a connection
     with pytest.raises(RpcTimeout, match="may still be running"):
         rpc.rpc_sync("company", "wait_for", (str(tmp_path / "never"),), timeout=0.2)
     (tmp_path / "never").touch()

@@ -1,7 +1,9 @@
 """A party that knows the secret and lies, at a worker that runs exported functions alone: each way around a limit."""
 
+import itertools
 import json
 import logging
+import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,17 @@ import torch
 from telegrad import rpc
 from telegrad.autograd.registry import registry_of
 from telegrad.errors import AuthenticationError
+from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.peers.peers import MOST_OF_ONE
 from telegrad.rpc.trust.exports import definition_of
-from telegrad.transport.handshake import Hello
+from telegrad.rpc.trust.guard import Guard
+from telegrad.rpc.workers import Member
+from telegrad.rref.rref_context import rrefs_of
+from telegrad.transport.addresses import connect
+from telegrad.transport.handshake import DiallerHandshake, Hello
+from telegrad.transport.stream import receive_exactly
 from telegrad.wire.codec import EMPTY_CALL, pack
 from telegrad.wire.frames import INLINE, FrameKind, SegmentSpec
 from telegrad.wire.messages import (
@@ -26,16 +34,19 @@ from telegrad.wire.messages import (
     AutogradMetadata,
     BeginPass,
     CancelCall,
+    CleanupAutogradContext,
     Goodbye,
     ParticipantDied,
     PythonCall,
     PythonRemoteCall,
     RpcWithAutograd,
     RRefCreationFailed,
+    RRefFetch,
+    RRefUserDelete,
 )
 from telegrad.wire.tensor.specs import TensorSpec
 from tests.attacks.frames import Frames
-from tests.attacks.strangers import lying_member, memory_mb
+from tests.attacks.strangers import PATIENCE, address_of, lying_member, memory_mb
 from tests.cluster import join
 from tests.waiting import wait_until
 
@@ -49,14 +60,14 @@ WEIGHT = torch.ones(3, 3, requires_grad=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the audit of the worker is, which is this process: the liars of all tests connect to it."""
     made = tmp_path_factory.mktemp("limits")
-    for function in (forward, sleep_until):
+    for function in (forward, sleep_until, zeros, rows_of_weight):
         rpc.export(function)
     join("alone", 0, 1, f"file://{made}/meeting", {**OPTIONS, "audit": f"{made}/audit"})
     try:
         yield made
     finally:
         rpc.shutdown(graceful=False)
-        for name in ("forward", "sleep_until"):
+        for name in ("forward", "sleep_until", "zeros", "rows_of_weight"):
             rpc.withdraw(name)
 
 
@@ -77,6 +88,17 @@ def sleep_until(path: str) -> None:
     wait_until(Path(path).exists)
 
 
+LARGE_WEIGHT = torch.zeros(10, LIMITS.kept_bytes // 10 - 100, dtype=torch.uint8)
+
+
+def zeros(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(count, dtype=torch.uint8)]
+
+
+def rows_of_weight(row: int) -> dict[str, torch.Tensor]:
+    return {"row": LARGE_WEIGHT[row]}
+
+
 CALL = PythonCall(1, definition_of("forward"))
 X = pack(((torch.ones(1, 3),), {}))
 LARGE = pack(((torch.ones(100, 3),), {}))
@@ -88,8 +110,8 @@ def _hello(agent: Agent, worker_id: int, name: str, *, incarnation: int = 0, lin
     return Hello(worker_id, name, given, agent.member.incarnation, link, False, "", ticket=bytes(16))
 
 
-def _in_context(number: int) -> RpcWithAutograd:
-    return RpcWithAutograd(AutogradMetadata(OWN + number, OWN + 1), CALL, False)  # type: ignore[arg-type]
+def _in_context(number: int, own: int = OWN) -> RpcWithAutograd:
+    return RpcWithAutograd(AutogradMetadata(own + number, own + 1), CALL, False)  # type: ignore[arg-type]
 
 
 # --- under another name ---
@@ -122,11 +144,9 @@ def test_more_links_do_not_help(agent: Agent, folder: Path) -> None:
     links = []
     try:
         for number in range(1, MOST_OF_ONE + 1):
-            manager = lying_member(agent, hello=_hello(agent, 5, "liar", incarnation=incarnation, link=number))
+            manager = lying_member(agent, hello=_hello(agent, 7, "many", incarnation=incarnation, link=number))
             links.append((manager, manager.__enter__()))
-        # A welcome is said a moment before its link is counted.
-        wait_until(lambda: len([s for s in agent.peers.sessions() if s.member.name == "liar"]) == MOST_OF_ONE)
-        one_more = lying_member(agent, hello=_hello(agent, 5, "liar", incarnation=incarnation, link=999))
+        one_more = lying_member(agent, hello=_hello(agent, 7, "many", incarnation=incarnation, link=999))
         with pytest.raises(AuthenticationError, match=f"{MOST_OF_ONE} links"), one_more:
             pass
         wait = pack(((str(path),), {})).payload
@@ -139,6 +159,49 @@ def test_more_links_do_not_help(agent: Agent, folder: Path) -> None:
         for manager, _ in links:
             manager.__exit__(None, None, None)
     wait_until(lambda: not any(session.running for session in agent.peers.sessions()))
+
+
+def test_links_that_are_let_in_at_once_are_counted(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each counts from the moment it is found welcome, not from when it is served."""
+    incarnation, numbers, peers = next(_incarnations), itertools.count(1), agent.peers
+
+    def let_in() -> None:
+        hello = _hello(agent, 8, "eager", incarnation=incarnation, link=next(numbers))
+        with lying_member(agent, hello=hello):
+            pass
+
+    # As by threads that have told it, and do not come to serve it.
+    monkeypatch.setattr(agent.connector._acceptor, "_admitted", lambda hello, welcome, connection: connection.close())
+    try:
+        for _ in range(MOST_OF_ONE):
+            let_in()
+        with pytest.raises(AuthenticationError, match=f"{MOST_OF_ONE} links"):
+            let_in()
+        peers.give_back_place(next(iter(peers._welcomed.values())))
+        let_in()
+    finally:
+        monkeypatch.undo()
+        for hello in list(peers._welcomed.values()):
+            peers.give_back_place(hello)
+
+
+def test_one_that_leaves_before_it_is_told_takes_no_place(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    acceptor, hello, taken = agent.connector._acceptor, _hello(agent, 10, "leaver"), []
+    sock, admit = connect(address_of(agent, "unix"), PATIENCE), acceptor._admit
+
+    def admit_and_leave(hello: Hello, caller: Any) -> Any:
+        welcome = admit(hello, caller)
+        sock.close()
+        taken.append(hello in agent.peers._welcomed.values())
+        return welcome
+
+    agent.peers.learn([Member(hello.name, WorkerId(10), Incarnation(hello.incarnation), (), 0)])
+    monkeypatch.setattr(acceptor, "_admit", admit_and_leave)
+    handshake = DiallerHandshake(agent.connector.secret)
+    sock.sendall(handshake.opening)
+    sock.sendall(handshake.answer(receive_exactly(sock, handshake.opening_answer_bytes), hello))
+    wait_until(lambda: taken and hello not in agent.peers._welcomed.values())
+    assert taken == [True]
 
 
 # --- what is kept ---
@@ -155,6 +218,35 @@ def test_a_reference_is_made_once(agent: Agent) -> None:
         assert not liar.asks(RRefCreationFailed(OWN + 1, OWN + 2))  # type: ignore[arg-type]
 
 
+def test_bytes_of_references_are_counted(agent: Agent) -> None:
+    """A function may return much for little; what several values share counts once."""
+    own, most = 12 << 48, LIMITS.kept_bytes
+
+    def made(number: int, function: str) -> PythonRemoteCall:
+        code = ("zeros", "rows_of_weight").index(function) + 1
+        return PythonRemoteCall(own + number, own + 100 + number, code, definition_of(function))  # type: ignore[arg-type]
+
+    def let_go(*numbers: int) -> RRefUserDelete:
+        return RRefUserDelete(tuple((own + number, own + 100 + number) for number in numbers))  # type: ignore[arg-type]
+
+    values: dict[Any, Any] = rrefs_of(agent).values
+    with lying_member(agent, hello=_hello(agent, 12, "keeper")) as keeper:
+
+        def is_kept(number: int, function: str, argument: int) -> bool:
+            assert not keeper.asks(made(number, function), pack(((argument,), {})))
+            wait_until(lambda: values[own + number].done)  # the answer is a moment earlier
+            return values[own + number].failure is None
+
+        assert is_kept(1, "zeros", most - 100)
+        assert not is_kept(2, "zeros", 101)
+        assert "rule 'kept_bytes'" in keeper.asks(RRefFetch(own + 2))  # type: ignore[arg-type]
+        assert is_kept(3, "zeros", 100)
+        assert "rule 'kept_bytes'" in keeper.asks(made(4, "zeros"), pack(((1,), {})))
+        assert not keeper.asks(let_go(1, 2, 3))
+        assert all(is_kept(number, "rows_of_weight", number) for number in (5, 6, 7))
+        assert not keeper.asks(let_go(5, 6, 7))
+
+
 def test_calls_in_one_context_are_counted(agent: Agent) -> None:
     """What each brings is kept for a backward pass that need not come."""
     with lying_member(agent) as liar:
@@ -165,6 +257,24 @@ def test_calls_in_one_context_are_counted(agent: Agent) -> None:
         assert "rule 'contexts'" in liar.asks(_in_context(104), X)
     for number in range(100, 105):
         registry_of(agent).end(OWN + number)  # type: ignore[arg-type]
+
+
+def test_who_asks_too_often_can_still_end_its_contexts(agent: Agent) -> None:
+    """That is said once: refused, it would leave the context open for ever, and the party without one in the end."""
+    look: Any = agent.layers.before_serving
+    guard = next(cell.cell_contents for cell in look.__closure__ if isinstance(cell.cell_contents, Guard))
+    with lying_member(agent, hello=_hello(agent, 13, "ender")) as liar:
+        assert not liar.asks(_in_context(1, 13 << 48), X)
+        rate = guard._peers["ender"].rate
+        rate.rate, rate._tokens = 0.0, 0.0
+        try:
+            assert "rule 'calls_per_second'" in liar.asks(_in_context(2, 13 << 48), X)
+            unknown = CleanupAutogradContext((13 << 48) + 2, ())  # type: ignore[arg-type]
+            assert "rule 'calls_per_second'" in liar.asks(unknown)
+            assert not liar.asks(CleanupAutogradContext((13 << 48) + 1, ()))  # type: ignore[arg-type]
+        finally:
+            rate.rate, rate._tokens = LIMITS.calls_per_second, LIMITS.calls_per_second
+    assert registry_of(agent).get((13 << 48) + 1) is None  # type: ignore[arg-type]
 
 
 def test_bytes_in_contexts_are_counted(agent: Agent) -> None:
@@ -265,13 +375,18 @@ def test_what_is_refused_does_not_fill_the_disk(agent: Agent, folder: Path) -> N
     audit = folder / "audit"
     with lying_member(agent) as liar:
         assert not liar.asks(CALL, X)
-        peers["liar"].rate.rate, peers["liar"].rate._tokens = 1.0, 0.0
+        rate, recorded = peers["liar"].rate, peers["liar"].recorded
+        rate.rate, rate._tokens = 0.0, 0.0  # no more calls, however slow these are
+        recorded._clock, recorded._since = lambda: 0.0, 0.0
         before = len(audit.read_text().splitlines())
         for _ in range(500):
             assert "rule 'calls_per_second'" in liar.asks(CALL, X)
+        recorded._clock = lambda: 5.0  # five seconds later, there are five records more
+        for _ in range(500):
+            assert "rule 'calls_per_second'" in liar.asks(CALL, X)
         lines = [json.loads(line) for line in audit.read_text().splitlines()[before:]]
-        peers["liar"].rate.rate = 1e6
-    assert 10 <= len(lines) < 30, len(lines)
+        rate.rate, recorded._clock, recorded._since = LIMITS.calls_per_second, time.monotonic, time.monotonic()
+    assert len(lines) == 15
     assert all(line["what"] == "refusal" for line in lines)
 
 

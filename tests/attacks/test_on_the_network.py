@@ -31,7 +31,7 @@ def _call_through(relay: Relay) -> torch.Tensor:
     """A call to worker1 whose address somebody on the way has replaced."""
     member = msgspec.structs.replace(member_of("worker1"), addresses=(relay.address,))
     believe(member)
-    result: torch.Tensor = call(member, torch.neg, MARK)
+    result: torch.Tensor = call(member, torch.neg, MARK, timeout=60.0)
     return result
 
 
@@ -58,7 +58,7 @@ def test_a_relay_reads_nothing_of_tls() -> None:
 
 
 def test_a_relay_that_decrypts_is_found_out() -> None:
-    with cluster(2, transports=("tcp",), tls=True, secret=SECRET, heartbeat=0.2):
+    with cluster(2, transports=("tcp",), tls=True, secret=SECRET, heartbeat=5.0):
         relay = _relay(decrypts=True)
         with pytest.raises((AuthenticationError, WorkerDied), match=r"certificate|between"):
             _call_through(relay)
@@ -78,21 +78,41 @@ class _Bomb:
 
 
 class Forger:
-    """Puts a reply of its own in the place of each true one, once it is let loose."""
+    """Puts a reply of its own in the place of each true one, once it is let loose between two calls."""
 
     def __init__(self, payload: bytes) -> None:
         self.loose = False
         self.forged = 0
         self._payload = payload
+        self._said = b""  # what came of a frame that is not whole yet
 
     def __call__(self, to_worker: bool, data: bytes) -> bytes:
-        if to_worker or not self.loose or data[:2] != b"Tg":
+        if to_worker or not self.loose:
             return data
-        _, _, form, length = HEADER.unpack(data[: HEADER.size])
+        self._said += data
+        passed_on = b""
+        while (size := self._frame_bytes()) <= len(self._said):
+            passed_on += self._instead_of(self._said[:size])
+            self._said = self._said[size:]
+        return passed_on
+
+    def _frame_bytes(self) -> int:
+        """Of the next frame, or of as much of it as says how long it is."""
+        said = self._said
+        if len(said) < HEADER.size:
+            return HEADER.size
+        _, _, form, length = HEADER.unpack(said[: HEADER.size])
         start = HEADER.size + (LENGTHS.size if form == WITH_MEMORY else 0)
-        frame = decode_record(data[start : start + length])
+        if form != WITH_MEMORY or len(said) < start:
+            return start + length
+        return start + length + sum(LENGTHS.unpack(said[HEADER.size : start]))
+
+    def _instead_of(self, raw: bytes) -> bytes:
+        _, _, form, length = HEADER.unpack(raw[: HEADER.size])
+        start = HEADER.size + (LENGTHS.size if form == WITH_MEMORY else 0)
+        frame = decode_record(raw[start : start + length])
         if frame.kind != FrameKind.REPLY:
-            return data
+            return raw
         self.forged += 1
         return bytes(encode_whole(FrameKind.REPLY, frame.request_id, 0, PythonReply(), self._payload))
 
@@ -105,8 +125,8 @@ def test_a_relay_replaces_the_replies_of_plain_tcp(tmp_path: Path) -> None:
         relay = _relay(change=lambda: forger)
         assert torch.equal(_call_through(relay), -MARK)
         forger.loose = True
-        assert call(member_of("worker1"), torch.neg, MARK) is None
-        assert forger.forged == 1 and exploded.exists()
+        assert call(member_of("worker1"), torch.neg, MARK, timeout=60.0) is None
+        assert forger.forged and exploded.exists()
         forger.loose = False
         relay.close()
 
@@ -135,14 +155,14 @@ class Flipper:
         return bytes(changed)
 
 
-def _through_tls(how: str, pieces: int) -> tuple[Flipper, Relay, Any]:
+def _through_tls(how: str, pieces: int, seconds: float) -> tuple[Flipper, Relay, Any]:
     true = member_of("worker1")
     flipper = Flipper(how)
     relay = _relay(change=lambda: flipper)
     assert torch.equal(_call_through(relay), -MARK)
     flipper.left = pieces
     try:
-        return flipper, relay, call(member_of("worker1"), torch.neg, MARK, timeout=8.0 if pieces == 1 else 2.0)
+        return flipper, relay, call(member_of("worker1"), torch.neg, MARK, timeout=seconds)
     except (AuthenticationError, WorkerDied, RpcTimeout) as error:
         return flipper, relay, error
     finally:
@@ -153,13 +173,17 @@ def _through_tls(how: str, pieces: int) -> tuple[Flipper, Relay, Any]:
 
 def test_a_relay_replaces_no_reply_of_tls() -> None:
     """A piece that was changed, replayed or made up ends the connection; over the next one the true reply comes."""
-    with cluster(2, transports=("tcp",), tls=True, secret=SECRET, heartbeat=0.2, connect_timeout=0.5):
+    with cluster(2, transports=("tcp",), tls=True, secret=SECRET, heartbeat=5.0):  # slow handshakes are waited for
         for how in ("changed", "replayed", "made up"):
-            flipper, relay, got = _through_tls(how, 1)
+            flipper, relay, got = _through_tls(how, 1, 60.0)
             assert flipper.changed == 1 and relay.connections == 2, how
             assert torch.equal(got, -MARK), how
-        flipper, _, got = _through_tls("changed", 1000)
-        assert flipper.changed >= 2 and isinstance(got, Exception), got
+        for seconds in (2.0, 10.0, 40.0):  # until this machine is fast enough to dial again meanwhile
+            flipper, _, got = _through_tls("changed", 1000, seconds)
+            assert isinstance(got, Exception), got
+            if flipper.changed >= 2:
+                break
+        assert flipper.changed >= 2
 
 
 # --- what TLS carries ---
@@ -235,7 +259,7 @@ def make_authority(folder: Path, *names: str) -> None:
 
 def _with_certificate(folder: Path, certificate: str) -> dict[str, Any]:
     cert, key, ca = (str(folder / name) for name in (f"{certificate}.pem", f"{certificate}.key", "authority.pem"))
-    return {"transports": ("tcp",), "tls": rpc.Tls(cert, key, ca), "secret": "told to both, and long", "heartbeat": 0.2}
+    return {"transports": ("tcp",), "tls": rpc.Tls(cert, key, ca), "secret": "told to both, and long"}
 
 
 def _serve(folder: str, certificate: str) -> None:
@@ -254,7 +278,7 @@ def test_certificates_name_the_workers(authority: Path) -> None:
     try:
         join("worker0", 0, 2, f"file://{authority}/meeting", _with_certificate(authority, "worker0"))
         assert rpc.rpc_sync("worker1", os.getpid) == other.pid
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=60)
     finally:
         end([other], patience=30)
 
@@ -264,7 +288,7 @@ def test_a_worker_with_the_certificate_of_another(authority: Path) -> None:
     try:
         join("worker0", 0, 2, f"file://{authority}/meeting", _with_certificate(authority, "worker0"))
         with pytest.raises((AuthenticationError, WorkerDied), match=r"mallory|certificate"):
-            rpc.rpc_sync("worker1", os.getpid, timeout=8)
+            rpc.rpc_sync("worker1", os.getpid, timeout=60)
         rpc.shutdown(graceful=False)
     finally:
         end([other], patience=0)

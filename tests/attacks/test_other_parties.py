@@ -36,7 +36,7 @@ from telegrad.wire.messages import (
     TooLateForPass,
     WithGraph,
 )
-from tests.attacks.strangers import lying_member
+from tests.attacks.strangers import PATIENCE, lying_member
 from tests.cluster import end, join, process
 from tests.waiting import wait_until
 
@@ -76,7 +76,7 @@ def _about(context_id: int) -> list[Any]:
 
 def test_contexts_of_others_are_left_alone(tmp_path: Path) -> None:
     other = process(_disturb, str(tmp_path))
-    other.join(50)
+    other.join(PATIENCE)
     assert other.exitcode == 0
 
 
@@ -162,6 +162,6 @@ def test_a_pass_over_three_parties(tmp_path: Path) -> None:
             autograd.backward(context_id, [y.sum()])
             assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((1, 3), 18.0))
         wait_until(lambda: not any(rpc.rpc_sync(name, "open_contexts") for name in ("second", "third")))
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=PATIENCE)
     finally:
         end(others, patience=30)

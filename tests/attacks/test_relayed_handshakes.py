@@ -13,6 +13,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import AuthenticationError, RpcTimeout, WorkerDied
+from telegrad.rpc.current import require_agent
 from telegrad.transport import handshake
 from telegrad.transport.handshake import ACCEPTED, Hello, Welcome
 from tests.attacks.relay import Relay, believe, call, member_of, tcp_of
@@ -69,7 +70,7 @@ class Rewriter:
 @pytest.fixture(scope="module")
 def plain() -> Iterator[None]:
     """Workers of a job with a secret, whose connections are not encrypted."""
-    with cluster(3, transports=("tcp",), tls=False, secret=SECRET, heartbeat=0.2, connect_timeout=0.5):
+    with cluster(3, transports=("tcp",), tls=False, secret=SECRET, heartbeat=5.0):
         true = [member_of(name) for name in ("worker1", "worker2")]
         yield
         for member in true:
@@ -83,15 +84,20 @@ def test_a_relay_that_rewrites_the_wanted_incarnation(plain: None, how: str, to:
     true, led_to = member_of("worker1"), member_of(to)
     forged_incarnation = true.incarnation + 1
     rewrote: list[str] = []
+    options = require_agent().options
     relay = Relay(tcp_of(led_to), change=lambda: Rewriter(led_to.incarnation, forged_incarnation, how, rewrote))
     forged = msgspec.structs.replace(true, incarnation=forged_incarnation, addresses=(relay.address,))
     try:
-        believe(forged)
-        with pytest.raises((AuthenticationError, WorkerDied, RpcTimeout)):
-            call(forged, torch.neg, X)
+        for options.connect_timeout in (0.5, 4.0, 8.0):  # until this machine is fast enough for a handshake meanwhile
+            believe(forged)
+            with pytest.raises((AuthenticationError, WorkerDied, RpcTimeout)):
+                call(forged, torch.neg, X)
+            if rewrote:
+                break
         assert rewrote, "the relay was not in the middle of a handshake"
         assert X.numpy().tobytes() not in relay.saw, "the call was sent into a connection that was led astray"
     finally:
+        options.connect_timeout = 10.0
         believe(true)
         relay.close()
     assert torch.equal(rpc.rpc_sync(to, torch.neg, (X,)), -X)

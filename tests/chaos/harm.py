@@ -20,8 +20,9 @@ from telegrad.rpc.current import require_agent
 from telegrad.rref.rref_context import rrefs_of
 from tests.cluster import Cluster, end, process, serve
 
-HEARTBEAT = 0.4
-RESTART_SECONDS = 30.0
+HEARTBEAT = 1.0
+MOMENT = 0.4  # seconds that a worker is stopped without being taken for dead, which it is after three heartbeats
+RESTART_SECONDS = 90.0
 
 
 class HarmedCluster(Cluster):
@@ -43,11 +44,15 @@ class HarmedCluster(Cluster):
         index = self.others.index(name)
         end([self.processes[index]], patience=0)
         self.processes[index] = process(serve, name, index + 1, self.size, self.meeting, self.options)
-        deadline = time.monotonic() + RESTART_SECONDS
         for asking in self.names:
-            while not self._reaches(asking, name):
-                assert time.monotonic() < deadline, f"{asking} does not find {name} again"
-                time.sleep(0.02)
+            self.await_back(name, asking)
+
+    def await_back(self, name: str, asking: str = "worker0") -> None:
+        """Return when `asking` reaches a worker that was started again."""
+        deadline = time.monotonic() + RESTART_SECONDS
+        while not self._reaches(asking, name):
+            assert time.monotonic() < deadline, f"{asking} does not find {name} again"
+            time.sleep(0.02)
 
     def _reaches(self, asking: str, name: str) -> bool:
         try:
@@ -70,7 +75,7 @@ def harmed_cluster(size: int, **options: Any) -> Iterator[HarmedCluster]:
         made = HarmedCluster(size, Path(folder), **options)
         try:
             yield made
-            rpc.shutdown(timeout=20)
+            rpc.shutdown(timeout=60)
             end(made.processes, patience=30)
             assert [p.exitcode for p in made.processes] == [0] * len(made.processes)
         finally:
@@ -113,7 +118,7 @@ class Harm:
         self.made.signal(self.victim, signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
         self.done_at = time.monotonic()
         if not self.is_fatal:
-            time.sleep(HEARTBEAT)
+            time.sleep(MOMENT)
             self.made.signal(self.victim, signal.SIGCONT)
 
 

@@ -109,7 +109,7 @@ class _Meets(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         ctx.sign.touch()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not ctx.other.exists():
             assert time.monotonic() < deadline, f"{ctx.other.name} never came"
             time.sleep(0.001)
@@ -149,6 +149,7 @@ def test_contexts_do_not_nest_in_one_thread(trio: Cluster) -> None:
 
 
 def test_outside_a_context_nothing_is_recorded(trio: Cluster) -> None:
+    await_empty(3)  # word that a context of another test has ended may be on its way
     y = rpc.rpc_sync("worker1", scale, (leaf(),))
     assert y.is_leaf
     assert rpc.rpc_sync("worker1", contexts) == 0
@@ -193,6 +194,7 @@ def test_each_thread_has_its_own_context(trio: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_contexts_open_at_once(trio: Cluster) -> None:
+    await_empty(3)  # word that a context of another test has ended may be on its way
     x = leaf()
     opened: list[tuple[Any, int, Tensor]] = []
 
@@ -277,7 +279,7 @@ def test_unused_results_cost_no_wait(trio: Cluster) -> None:
         rpc.rpc_sync("worker2", scale_via, ("worker1", x))
         aside = unused * 2  # a branch that does not reach the loss
         rpc.remote("worker2", scale, (x,))  # never fetched
-        autograd.backward(context_id, [used.sum()], timeout=20)
+        autograd.backward(context_id, [used.sum()], timeout=60)
         assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 3.0]
     assert aside.requires_grad
 
@@ -380,7 +382,7 @@ def test_independent_workers_run_at_the_same_time(trio: Cluster, tmp_path: Path)
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", meets, (x, one, other))
         z = rpc.rpc_sync("worker2", meets, (x, other, one))
-        autograd.backward(context_id, [(y + z).sum()], timeout=15)
+        autograd.backward(context_id, [(y + z).sum()], timeout=90)
         assert autograd.get_gradients(context_id)[x].tolist() == [4.0, 4.0]
 
 
@@ -390,7 +392,7 @@ def test_gradients_leave_while_the_rest_still_runs(trio: Cluster, tmp_path: Path
     with autograd.context() as context_id:
         older = meets(x, here, there)  # runs after the Recv, and only ends when worker1 has its gradient
         y = rpc.rpc_sync("worker1", meets, (x, there, here))
-        autograd.backward(context_id, [(older + y).sum()], timeout=15)
+        autograd.backward(context_id, [(older + y).sum()], timeout=90)
         assert autograd.get_gradients(context_id)[x].tolist() == [4.0, 4.0]
 
 

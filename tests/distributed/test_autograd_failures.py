@@ -58,7 +58,7 @@ class _Waits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         reached.set()
-        assert gate.wait(20)
+        assert gate.wait(90)
         return gradients[0] * 2
 
 
@@ -89,7 +89,7 @@ def both(x: Tensor) -> Tensor:
 
 
 def double_when_open(x: Tensor) -> Tensor:
-    assert gate.wait(30)
+    assert gate.wait(90)
     return x * 2
 
 
@@ -106,7 +106,7 @@ def clear_reached() -> None:
 
 
 def await_reached() -> bool:
-    return reached.wait(20)
+    return reached.wait(60)
 
 
 def fails_after_use(x: Tensor) -> None:
@@ -114,9 +114,14 @@ def fails_after_use(x: Tensor) -> None:
     raise Broken("after some calls", 7)
 
 
-def slowly(x: Tensor, seconds: float) -> Tensor:
-    time.sleep(seconds)
+def double_late(x: Tensor) -> Tensor:
+    reached.set()
+    assert gate.wait(90)
     return x * 2
+
+
+def was_reached() -> bool:
+    return reached.is_set()
 
 
 def end_context(context_id: int) -> None:
@@ -141,7 +146,7 @@ def await_released(workers: int = 3) -> None:
 
 
 def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -167,7 +172,7 @@ def test_the_original_error_arrives(trio: Cluster, via_another: bool) -> None:
             else rpc.rpc_sync("worker2", breaks, (x,))
         )
         with pytest.raises(Broken) as caught:
-            autograd.backward(context_id, [y.sum()], timeout=10)
+            autograd.backward(context_id, [y.sum()], timeout=60)
         assert caught.value.code == 42
         story = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
         assert "On worker 'worker2'" in story
@@ -184,7 +189,7 @@ def test_a_worker_that_waits_in_vain_is_told(trio: Cluster) -> None:
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", both, (x,))
         with pytest.raises(Broken):
-            autograd.backward(context_id, [y.sum()], timeout=10)
+            autograd.backward(context_id, [y.sum()], timeout=60)
         await_released()
     await_empty(3)
 
@@ -194,7 +199,7 @@ def test_an_error_at_the_root(trio: Cluster) -> None:
     with autograd.context() as context_id:
         y = breaks(rpc.rpc_sync("worker1", via, ("worker2", double, x)))
         with pytest.raises(Broken):
-            autograd.backward(context_id, [y.sum()], timeout=10)
+            autograd.backward(context_id, [y.sum()], timeout=60)
         await_released()
     await_empty(3)
 
@@ -208,7 +213,7 @@ def test_a_hook_that_raises(trio: Cluster) -> None:
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", via, ("worker2", double, x))
         with pytest.raises(Broken, match="no gradient for me"):
-            autograd.backward(context_id, [y.sum()], timeout=10)
+            autograd.backward(context_id, [y.sum()], timeout=60)
         await_released()
 
 
@@ -216,7 +221,7 @@ def test_a_context_that_ends_during_a_pass(trio: Cluster) -> None:
     x = leaf()
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", waits, (x,))
-        future = autograd.backward_async(context_id, [y.sum()], timeout=30)
+        future = autograd.backward_async(context_id, [y.sum()], timeout=90)
         assert outside("worker1", await_reached)
     with pytest.raises(AutogradError, match="ended while a backward pass over it was running"):
         future.wait()
@@ -229,7 +234,7 @@ def test_a_context_that_ends_on_a_participant(trio: Cluster) -> None:
     x = leaf()
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", via, ("worker2", waits, x))
-        future = autograd.backward_async(context_id, [y.sum()], timeout=30)
+        future = autograd.backward_async(context_id, [y.sum()], timeout=90)
         assert outside("worker2", await_reached)
         outside("worker2", end_context, context_id)
         with pytest.raises(AutogradError, match="ended while a backward pass over it was running"):
@@ -270,7 +275,7 @@ def test_a_failed_call_leaves_the_context_usable(trio: Cluster) -> None:
     with autograd.context() as context_id:
         with pytest.raises(Broken, match="after some calls"):
             rpc.rpc_sync("worker1", fails_after_use, (x * 2,))
-        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=10)
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=60)
         assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
 
 
@@ -283,7 +288,7 @@ def test_a_result_that_cannot_be_sent_leaves_nothing_to_wait_for(trio: Cluster) 
     with autograd.context() as context_id:
         with pytest.raises(SerializationError, match=r"layout is torch\._mkldnn"):
             rpc.rpc_sync("worker1", unsendable, (x,))
-        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=10)
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=60)
         assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
 
 
@@ -295,7 +300,7 @@ def test_a_pass_given_up_in_a_hook_delivers_nothing_into_the_next(trio: Cluster)
         with pytest.raises(RpcTimeout):
             autograd.backward(context_id, [(y * 7).sum()], retain_graph=True, timeout=0.2)
         outside("worker1", clear_reached)
-        second = autograd.backward_async(context_id, [(y * 3).sum()], retain_graph=True, timeout=20)
+        second = autograd.backward_async(context_id, [(y * 3).sum()], retain_graph=True, timeout=60)
         assert outside("worker1", await_reached)
         outside("worker1", open_gate)
         second.wait()
@@ -309,7 +314,7 @@ def test_a_function_that_does_not_exist_there(trio: Cluster) -> None:
     with autograd.context() as context_id:
         with pytest.raises(Exception, match="nowhere"):
             rpc.rpc_sync("worker1", OnlyHere.nowhere, (x * 2,))
-        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=10)
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=60)
 
 
 class OnlyHere:
@@ -332,12 +337,18 @@ def _import_nowhere() -> Any:
 def test_a_reply_that_comes_too_late(trio: Cluster) -> None:
     x = leaf()
     with autograd.context() as context_id:
-        with pytest.raises(RpcTimeout):
-            rpc.rpc_sync("worker1", slowly, (x, 0.3), timeout=0.05)
+        for timeout in (0.05, 0.5, 5.0):  # on a busy machine it may be given up before it has begun
+            outside("worker1", close_gate)
+            outside("worker1", clear_reached)
+            with pytest.raises(RpcTimeout):
+                rpc.rpc_sync("worker1", double_late, (x,), timeout=timeout)
+            if outside("worker1", was_reached):
+                break
         # Whether the pass begins before the reply comes or after: its Send hears, and nobody waits in vain.
-        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=10)
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=60)
+        outside("worker1", open_gate)
         await_that(lambda: bool(registry().find(context_id).orphans))
-        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=10)
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", double, (x,)).sum()], timeout=60)
         assert autograd.get_gradients(context_id)[x].tolist() == [4.0, 4.0]
 
 
@@ -347,8 +358,8 @@ def test_a_pass_does_not_wait_for_calls_under_way(trio: Cluster) -> None:
         rpc.rpc_sync("worker1", close_gate)
         still_running = rpc.rpc_async("worker1", double_when_open, (x,))
         y = rpc.rpc_sync("worker2", double, (x,))
-        autograd.backward(context_id, [y.sum()], retain_graph=True, timeout=15)
+        autograd.backward(context_id, [y.sum()], retain_graph=True, timeout=40)
         outside("worker1", open_gate)
         z = still_running.wait()
-        autograd.backward(context_id, [y.sum() + z.sum()], timeout=10)
+        autograd.backward(context_id, [y.sum() + z.sum()], timeout=60)
         assert autograd.get_gradients(context_id)[x].tolist() == [6.0, 6.0]

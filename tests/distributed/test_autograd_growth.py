@@ -25,6 +25,7 @@ from tests.cluster import Cluster, cluster
 WORKERS = 3
 SHORT, LONG = 500, 20_000
 SLACK = 6 * 1024 * 1024  # bytes: an allocator's own ups and downs, far below what one leak per step would take
+ROUNDS = 3  # in one of which memory must not grow: threads and arenas come once, a leak comes each time
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +108,22 @@ def run(steps: int, threads: int) -> None:
 
 
 def await_rest() -> list[dict[str, Any]]:
-    """What all workers hold once the last step has been forgotten everywhere."""
-    deadline = time.monotonic() + 20
-    while any(worker["contexts"] or worker["asked"] for worker in on_all(held)):
-        assert time.monotonic() < deadline, on_all(held)
-        time.sleep(0.01)
-    return on_all(held)
+    """What all workers hold once the last step has been forgotten everywhere: the same at two looks in a row."""
+    deadline = time.monotonic() + 60
+    before, now = [], on_all(held)
+    while before != now or any(worker["contexts"] or worker["asked"] for worker in now):
+        assert time.monotonic() < deadline, now
+        time.sleep(0.05)
+        before, now = now, on_all(held)
+    return now
+
+
+def grown(steps: int, threads: int, at_rest: list[dict[str, Any]]) -> list[int]:
+    """By how many bytes the workers have grown in so many steps, after which they hold what they held before."""
+    before = on_all(resident)
+    run(steps, threads)
+    assert await_rest() == at_rest
+    return [after - earlier for earlier, after in zip(before, on_all(resident), strict=True)]
 
 
 @pytest.mark.slow
@@ -122,11 +133,12 @@ def test_steps_leave_nothing(trio: Cluster, threads: int, long_profile: bool) ->
     steps = (LONG if long_profile else SHORT) // (1 if threads == 1 else 4)
     run(max(100, steps // 4), threads)  # pools, caches and the memory of ended contexts fill up
     at_rest = await_rest()
-    before = on_all(resident)
-    run(steps, threads)
-    assert await_rest() == at_rest
-    grown = [after - earlier for earlier, after in zip(before, on_all(resident), strict=True)]
-    assert max(grown) < SLACK, f"resident memory of the workers grew by {grown} bytes in {steps} steps"
+    found = []
+    for _ in range(ROUNDS):
+        found.append(grown(steps, threads, at_rest))
+        if max(found[-1]) < SLACK:
+            return
+    pytest.fail(f"resident memory of the workers grew by {found} bytes, each time in {steps} steps")
 
 
 def small_step() -> None:
@@ -151,4 +163,5 @@ def left_to_collect(steps: int) -> int:
 
 def test_a_step_leaves_no_cycles(trio: Cluster) -> None:
     small_step()
-    assert left_to_collect(20) < 20
+    # The least of a few: what other threads leave meanwhile is counted as well.
+    assert min(left_to_collect(20) for _ in range(3)) < 20

@@ -96,7 +96,7 @@ class Trainer:
 
     def __init__(self, rank: int, store: str) -> None:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
         )
         self.local = nn.Linear(2, 2, bias=False)
         with torch.no_grad():
@@ -107,7 +107,7 @@ class Trainer:
         """The reduced gradient of the replica, and what is in `.grad` then."""
         with autograd.context() as context_id:
             y = self.replica(rpc.rpc_sync("worker2", remote_layer, (self.replica(x),)))
-            autograd.backward(context_id, [y.sum()], timeout=20)
+            autograd.backward(context_id, [y.sum()], timeout=60)
             return autograd.get_gradients(context_id)[self.local.weight], self.local.weight.grad
 
 
@@ -154,13 +154,13 @@ def test_a_hook_may_call_the_worker_that_the_gradient_came_from(
     x = torch.ones(size, requires_grad=True)
     with autograd.context() as context_id:
         y = ask_in_turn(x, others)
-        autograd.backward(context_id, [y.sum()], timeout=20)
+        autograd.backward(context_id, [y.sum()], timeout=60)
         expected = (2.0 * len(others)) ** 2
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((size,), expected))
     leaf = torch.ones(size, requires_grad=True)
     with autograd.context() as context_id:
         z = rpc.rpc_sync("worker2", ask_in_turn, args=(leaf, ("worker1", "worker0")))
-        autograd.backward(context_id, [z.sum()], timeout=20)
+        autograd.backward(context_id, [z.sum()], timeout=60)
         assert torch.equal(autograd.get_gradients(context_id)[leaf], torch.full((size,), 16.0))
 
 
@@ -168,7 +168,7 @@ def test_a_hook_may_call_the_worker_that_the_gradient_came_from(
 def test_data_parallel_replicas_reduce(trio: Cluster, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     inputs = [torch.tensor([[1.0, 2.0]]), torch.tensor([[-3.0, 0.5]])]
-    other = rpc.rpc_async("worker1", train, (1, store, inputs[1], 3))
+    other = rpc.rpc_async("worker1", train, (1, store, inputs[1], 3), timeout=150)
     mine = train(0, store, inputs[0], 3)
     expected = sum(gradient_in_one_process(x) for x in inputs) / 2
     for gradient, grad in [*mine, *other.wait()]:

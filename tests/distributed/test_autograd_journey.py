@@ -29,16 +29,17 @@ from torch import Tensor
 
 from telegrad import autograd, rpc
 from telegrad.autograd.functions import RecvNode
-from telegrad.autograd.registry import within
+from telegrad.autograd.registry import registry, within
 from telegrad.engine.passes import Pass
 from telegrad.rpc.current import require_agent
 from tests.cluster import Cluster, cluster
 from tests.oracle.interpreter import await_empty
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Cluster]:
-    with cluster(4) as made:
+    with cluster(4, heartbeat=0) as made:  # whose pings would be counted
         yield made
         await_empty(4)
 
@@ -155,12 +156,22 @@ def along(workers: list[str], x: Tensor) -> Tensor:
 
 def counted(workers: list[str], context_id: int, loss: Tensor) -> dict[tuple[str, str], int]:
     """The requests that a pass takes, by who asked whom."""
+    await_only(len(workers), context_id)  # the end of another context is told by requests as well
     before = {worker: outside(worker, requests_sent) for worker in workers}
     autograd.backward(context_id, [loss])
     after = {worker: outside(worker, requests_sent) for worker in workers}
     asked = {(a, b): n - before[a].get(b, 0) for a in workers for b, n in after[a].items()}
     own = {("worker0", worker): 1 for worker in workers}  # the question itself, about what was asked before
     return {pair: n - own.get(pair, 0) for pair, n in asked.items() if n - own.get(pair, 0)}
+
+
+def contexts_here() -> list[int]:
+    return [int(context.context_id) for context in registry().contexts()]
+
+
+def await_only(workers: int, context_id: int) -> None:
+    for worker in range(workers):
+        wait_until(lambda name=f"worker{worker}": set(outside(name, contexts_here)) <= {context_id})
 
 
 def test_two_workers_need_one_round_trip(four: Cluster) -> None:

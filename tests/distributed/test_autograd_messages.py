@@ -52,7 +52,7 @@ def ask(message: AnyMessage, tensors: list[Tensor] | None = None, worker: str = 
     """Send a request as it is, and return the reply."""
     agent = require_agent()
     member = agent.find(worker)
-    slot = agent.send(member, message, Packed(b"", tensors or []), timeout=10, what=lambda: str(message))
+    slot = agent.send(member, message, Packed(b"", tensors or []), timeout=60, what=lambda: str(message))
     agent.link(member).wait(slot)
     return agent.reply_frame(slot).message
 
@@ -91,7 +91,7 @@ def outside(worker: str, function: Callable[..., Any], *args: Any) -> Any:
 def assert_whole(context_id: int, x: Tensor, y: Tensor) -> None:
     """Nothing was begun, and the real pass works."""
     await_released()
-    autograd.backward(context_id, [y.sum()], timeout=10)
+    autograd.backward(context_id, [y.sum()], timeout=60)
     assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
 
 
@@ -180,12 +180,12 @@ def test_the_root_hears_of_it(trio: Cluster, how: str, text: str) -> None:
         y = rpc.rpc_sync("worker1", via, ("worker2", x))
         outside("worker2", corrupt, how)
         with pytest.raises(AutogradError, match=text) as caught:
-            autograd.backward(context_id, [y.sum()], retain_graph=True, timeout=10)
+            autograd.backward(context_id, [y.sum()], retain_graph=True, timeout=60)
         outside("worker2", corrupt, "nothing")
         assert "n worker 'worker2'" in with_notes(caught.value)  # which was told by worker1, and told the root
         assert "On worker 'worker1'" in with_notes(caught.value)
         await_released()
-        autograd.backward(context_id, [y.sum()], timeout=10)
+        autograd.backward(context_id, [y.sum()], timeout=60)
         assert autograd.get_gradients(context_id)[x].tolist() == [30.0, 30.0]
     await_empty(3)
 

@@ -14,6 +14,7 @@ from torch import nn
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, SerializationError, UnknownWorker
 from tests.cluster import Cluster
+from tests.waiting import wait_until
 
 # --- what runs on the workers ---
 
@@ -84,7 +85,7 @@ _held = threading.Event()
 
 
 def hold() -> bool:
-    return _held.wait(30)
+    return _held.wait(150)
 
 
 def let_go() -> None:
@@ -241,11 +242,11 @@ def test_a_function_is_sent_once_and_then_named(job: Cluster) -> None:
 def test_a_call_ends_at_its_timeout(job: Cluster) -> None:
     start = time.monotonic()
     with pytest.raises(RpcTimeout, match=r"nap.*'worker1'"):
-        rpc.rpc_sync("worker1", nap, (20.0,), timeout=0.05)
-    future = rpc.rpc_async("worker1", nap, (20.0,), timeout=0.05)
+        rpc.rpc_sync("worker1", nap, (90.0,), timeout=0.05)
+    future = rpc.rpc_async("worker1", nap, (90.0,), timeout=0.05)
     with pytest.raises(TimeoutError):
         future.wait()
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60
     # The late replies are dropped, and calls that follow get their own.
     assert rpc.rpc_sync("worker1", add, (1,)) == 111
     assert rpc.rpc_sync("worker1", nap, (0.0,)) == "awake"
@@ -253,8 +254,8 @@ def test_a_call_ends_at_its_timeout(job: Cluster) -> None:
 
 def test_a_timeout_of_the_future_without_a_waiter(job: Cluster) -> None:
     seen = threading.Event()
-    rpc.rpc_async("worker1", nap, (20.0,), timeout=0.05).add_done_callback(lambda _: seen.set())
-    assert seen.wait(15)
+    rpc.rpc_async("worker1", nap, (90.0,), timeout=0.05).add_done_callback(lambda _: seen.set())
+    assert seen.wait(60)
 
 
 def test_the_default_timeout(job: Cluster) -> None:
@@ -263,9 +264,9 @@ def test_the_default_timeout(job: Cluster) -> None:
         rpc.set_rpc_timeout(0.05)
         assert rpc.get_rpc_timeout() == 0.05
         with pytest.raises(RpcTimeout):
-            rpc.rpc_sync("worker1", nap, (5.0,))
+            rpc.rpc_sync("worker1", nap, (60.0,))
         assert rpc.rpc_sync("worker1", nap, (0.1,), timeout=0) == "awake"
-        assert rpc.rpc_async("worker1", nap, (0.1,), timeout=30).wait() == "awake"
+        assert rpc.rpc_async("worker1", nap, (0.1,), timeout=60).wait() == "awake"
     finally:
         rpc.set_rpc_timeout(60.0)
 
@@ -273,7 +274,7 @@ def test_the_default_timeout(job: Cluster) -> None:
 def test_timeout_zero_outlives_others(job: Cluster) -> None:
     forever = rpc.rpc_async("worker1", hold, timeout=0)
     with pytest.raises(RpcTimeout):
-        rpc.rpc_sync("worker1", nap, (5.0,), timeout=0.02)
+        rpc.rpc_sync("worker1", nap, (60.0,), timeout=0.02)
     rpc.rpc_sync("worker1", let_go)
     assert forever.wait() is True
 
@@ -282,11 +283,11 @@ def test_many_timeouts_free_their_slots(job: Cluster) -> None:
     from telegrad.rpc.current import require_agent
 
     agent = require_agent()
-    futures = [rpc.rpc_async("worker2", nap, (5.0,), timeout=0.01) for _ in range(20)]
+    futures = [rpc.rpc_async("worker2", nap, (60.0,), timeout=0.01) for _ in range(20)]
     for future in futures:
         with pytest.raises(RpcTimeout):
             future.wait()
-    assert len(agent.link(agent.find("worker2")).pending) == 0
+    wait_until(lambda: len(agent.link(agent.find("worker2")).pending) == 0)  # nor is one left that asked after them
 
 
 # --- many and deep ---
@@ -294,20 +295,20 @@ def test_many_timeouts_free_their_slots(job: Cluster) -> None:
 
 @pytest.mark.slow
 def test_two_hundred_levels(job: Cluster) -> None:
-    assert rpc.rpc_sync("worker1", bounce, ("worker1", "worker0", 200), timeout=40) == 200
+    assert rpc.rpc_sync("worker1", bounce, ("worker1", "worker0", 200), timeout=150) == 200
 
 
 @pytest.mark.slow
 def test_five_hundred_calls_that_call_back(job: Cluster) -> None:
-    futures = [rpc.rpc_async("worker1", call_back, (i, "worker0"), timeout=40) for i in range(500)]
+    futures = [rpc.rpc_async("worker1", call_back, (i, "worker0"), timeout=150) for i in range(500)]
     assert [f.wait() for f in futures] == [2 * i for i in range(500)]
 
 
 @pytest.mark.slow
 def test_more_blocked_calls_than_threads(job: Cluster) -> None:
     """Each waits in a way nobody announces: more of them than the I/O threads has threads."""
-    futures = [rpc.rpc_async("worker3", hold, timeout=40) for _ in range(60)]
-    rpc.rpc_sync("worker3", let_go, timeout=30)
+    futures = [rpc.rpc_async("worker3", hold, timeout=150) for _ in range(60)]
+    rpc.rpc_sync("worker3", let_go, timeout=120)
     assert all(f.wait() for f in futures)
 
 
@@ -323,5 +324,5 @@ def test_threads_of_one_worker_share_a_link(job: Cluster) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert results == [0] * 800

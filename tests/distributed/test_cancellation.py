@@ -27,7 +27,7 @@ _open = threading.Event()
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Cluster]:
-    with cluster(2) as made:
+    with cluster(2, heartbeat=10) as made:  # one that a test stops must not be given up meanwhile
         yield made
 
 
@@ -36,7 +36,7 @@ def fresh(pair: Cluster) -> Iterator[None]:
     rpc.rpc_sync("worker1", reset)
     yield
     rpc.rpc_sync("worker1", reset)
-    wait_until(lambda: rpc.rpc_sync("worker1", left_over) == (1, 0, 0))  # the question itself
+    wait_until(nothing_runs)
 
 
 def reset() -> None:
@@ -56,6 +56,10 @@ def left_over() -> tuple[int, int, int]:
     )
 
 
+def nothing_runs() -> bool:
+    return rpc.rpc_sync("worker1", left_over) == (1, 0, 0)  # the question itself
+
+
 def log() -> list[str]:
     return list(_log)
 
@@ -66,7 +70,7 @@ def note(text: str) -> None:
 
 def ask_until_cancelled() -> str:
     _log.append("began")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not rpc.cancelled():
         if time.monotonic() > deadline:
             return "never"
@@ -78,7 +82,7 @@ def ask_until_cancelled() -> str:
 async def sleep_long() -> None:
     _log.append("began")
     try:
-        await asyncio.sleep(30)
+        await asyncio.sleep(120)
     except asyncio.CancelledError:
         _log.append("cancelled")
         raise
@@ -86,7 +90,7 @@ async def sleep_long() -> None:
 
 def block() -> None:
     _log.append("began")
-    _open.wait(20)
+    _open.wait(60)
 
 
 def logged(*texts: str) -> Callable[[], bool]:
@@ -123,11 +127,15 @@ def test_cancelling_what_awaits_a_call(pair: Cluster) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(rpc.rpc_async("worker1", sleep_long), 0.05)
+        for timeout in (0.05, 0.5, 5.0):  # on a busy machine it may be given up before it has begun
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(rpc.rpc_async("worker1", sleep_long), timeout)
+            await asyncio.to_thread(wait_until, nothing_runs)
+            if rpc.rpc_sync("worker1", log).count("began") == 2:
+                break
 
     asyncio.run(main())
-    wait_until(lambda: rpc.rpc_sync("worker1", log).count("cancelled") == 2)
+    assert rpc.rpc_sync("worker1", log) == ["began", "cancelled"] * 2
 
 
 def test_what_has_not_begun_never_begins(pair: Cluster) -> None:
@@ -157,9 +165,9 @@ def never_done() -> rpc.Future[None]:
 def test_it_reaches_a_worker_that_reads_no_more(pair: Cluster, endless: Any) -> None:
     """So many run that it takes no more of this caller: not the calls behind them, nor word that all are cancelled."""
     futures = [rpc.rpc_async("worker1", endless, timeout=0) for _ in range(MOST_RUNNING + 100)]
-    wait_until(lambda: require_agent().links["worker1"].exhausted[2], 30)
+    wait_until(lambda: require_agent().links["worker1"].exhausted[2])
     assert all(future.cancel() for future in futures)
-    assert "never" not in rpc.rpc_sync("worker1", log, timeout=50)  # it reads on
+    assert "never" not in rpc.rpc_sync("worker1", log, timeout=120)  # it reads on
 
 
 def test_a_request_is_refused_if_its_cancellation_came_first() -> None:
@@ -200,7 +208,7 @@ def test_a_timeout_leaves_nothing_running(pair: Cluster, call: Callable[[float],
     for timeout in (0.05, 0.5, 5.0):  # on a busy machine a coroutine may be given up before it has begun
         with pytest.raises(RpcTimeout):
             call(timeout)
-        wait_until(lambda: rpc.rpc_sync("worker1", left_over) == (1, 0, 0))
+        wait_until(nothing_runs)
         if rpc.rpc_sync("worker1", log):
             break
     assert rpc.rpc_sync("worker1", log) == said
@@ -239,7 +247,7 @@ def test_a_pass_over_a_context_with_a_cancelled_call(pair: Cluster) -> None:
         assert cancelled.cancel()
         wait_until(logged("began", "cancelled"))
         y = rpc.rpc_sync("worker1", scaled, (x,))
-        autograd.backward(context_id, [y.sum()], timeout=10)
+        autograd.backward(context_id, [y.sum()], timeout=60)
         assert autograd.get_gradients(context_id)[x].tolist() == [3.0, 3.0]
 
 

@@ -22,7 +22,7 @@ import os, sys, threading
 from telegrad import rpc
 
 def joined(name):
-    options = rpc.RpcBackendOptions(init_method=sys.argv[1], rendezvous_timeout=30)
+    options = rpc.RpcBackendOptions(init_method=sys.argv[1], rendezvous_timeout=60)
     return rpc.init_rpc(name, rpc_backend_options=options)
 
 def wait():
@@ -86,7 +86,7 @@ def test_the_others_are_told_how(tmp_path: Path) -> None:
 
 
 def reach(name: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while True:
         try:
             rpc.rpc_sync(name, os.getpid)
@@ -98,7 +98,7 @@ def reach(name: str) -> None:
 
 
 def death_of(name: str) -> str:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             rpc.rpc_sync(name, os.getpid)

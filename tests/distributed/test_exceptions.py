@@ -17,6 +17,7 @@ import torch
 from telegrad import autograd, rpc
 from telegrad.errors import RemoteError, SerializationError, TelegradError
 from tests.cluster import Cluster
+from tests.waiting import wait_until
 
 
 class Told(Exception):
@@ -110,7 +111,7 @@ def local_line(to: str) -> None:
 
 def until_done(future: rpc.Future[None]) -> None:
     """Wait without looking at the error."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not future.done():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -351,7 +352,7 @@ def test_what_cannot_be_rebuilt_is_a_remote_error(pair: Cluster, func: object, n
 
 def test_an_exception_without_a_text(pair: Cluster) -> None:
     with pytest.raises((Mute, RemoteError)):
-        rpc.rpc_sync("worker1", fail_mute, timeout=5)
+        rpc.rpc_sync("worker1", fail_mute)
 
 
 def test_local_exception_classes(pair: Cluster) -> None:
@@ -436,23 +437,27 @@ def test_a_failure_nobody_looks_at_is_logged(pair: Cluster, caplog: pytest.LogCa
         rpc.rpc_sync("worker1", int)  # replies come in order: the failure is here
         until_done(future)
         del future
-        deadline = time.monotonic() + 5  # the thread that completed it may hold it for another moment
-        while not caplog.records and time.monotonic() < deadline:
-            time.sleep(0.001)
-    assert any("fail_told" in r.getMessage() and "seven" in r.getMessage() for r in caplog.records)
+        # The thread that completed it may hold it for another moment.
+        wait_until(lambda: any("fail_told" in r.getMessage() and "seven" in r.getMessage() for r in caplog.records))
+
+
+def fail_here_only() -> None:
+    """Not called by other tests, of whose futures some may be dropped at any time."""
+    raise Told(9, "nine")
 
 
 def test_a_failure_somebody_looked_at_is_not(pair: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "telegrad"):
-        future = rpc.rpc_async("worker1", fail_told)
+        future = rpc.rpc_async("worker1", fail_here_only)
         with pytest.raises(Told):
             future.wait()
-        chained = rpc.rpc_async("worker1", fail_told).then(lambda f: None)
+        chained = rpc.rpc_async("worker1", fail_here_only).then(lambda f: None)
         chained.wait()
         with pytest.raises(Told):
-            torch.futures.wait_all([rpc.rpc_async("worker1", fail_told)])
+            torch.futures.wait_all([rpc.rpc_async("worker1", fail_here_only)])
         del future, chained
-    assert not caplog.records
+        gc.collect()
+    assert not [r for r in caplog.records if "fail_here_only" in r.getMessage()]
 
 
 def test_a_result_can_be_set_by_a_user(pair: Cluster) -> None:
@@ -477,5 +482,4 @@ def test_a_failed_future_keeps_nothing_alive(pair: Cluster) -> None:
         del held
 
     step()
-    gc.collect()
-    assert freed.is_set()
+    wait_until(lambda: gc.collect() >= 0 and freed.is_set())

@@ -28,7 +28,7 @@ from tests.cluster import Cluster, cluster, process, serve
 pytestmark = pytest.mark.slow
 
 HEARTBEAT = 0.3
-AT_ONCE = 15.0  # seconds, on a busy machine; what is not noticed takes as long as the call's own deadline, a minute
+AT_ONCE = 30.0  # seconds, on a busy machine; what is not noticed takes as long as the call's own deadline, a minute
 STOPPED = 3 * HEARTBEAT + AT_ONCE
 HARMLESS = {"heartbeat": HEARTBEAT}
 
@@ -50,7 +50,7 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - started < seconds
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -101,15 +101,18 @@ def through(next_worker: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def leave_a_mark(path: str, seconds: float) -> int:
+    """And stay until it is taken away, but not for longer than that."""
     with open(path, "a") as marks:
         marks.write(f"{os.getpid()}\n")
-    time.sleep(seconds)
+    deadline = time.monotonic() + seconds
+    while os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(0.01)
     return os.getpid()
 
 
 def leave_marks(path: str) -> int:
     """The first call lasts until it is killed."""
-    return leave_a_mark(path, 0.0 if os.path.exists(path) else 30.0)
+    return leave_a_mark(path, 0.0 if os.path.exists(path) else 150.0)
 
 
 def hold_the_interpreter(seconds: float) -> str:
@@ -155,7 +158,7 @@ def sessions_and_links() -> tuple[int, int]:
 
 
 def wait_at(other: str, path: str) -> Any:
-    return rpc.rpc_sync(other, leave_a_mark, args=(path, 30.0))
+    return rpc.rpc_sync(other, leave_a_mark, args=(path, 150.0))
 
 
 def cut_my_connections() -> None:
@@ -184,7 +187,7 @@ def _check_step(middle: str, last: str) -> None:
 
 def test_killed_while_it_serves(tmp_path: Any) -> None:
     with harmed(3) as made:
-        future = rpc.rpc_async("worker1", leave_a_mark, args=(str(tmp_path / "m"), 30.0))
+        future = rpc.rpc_async("worker1", leave_a_mark, args=(str(tmp_path / "m"), 150.0))
         until(_marked(str(tmp_path / "m")))
         made.kill("worker1")
         with within(AT_ONCE), pytest.raises(WorkerDied, match=r"worker1.*leave_a_mark") as caught:
@@ -227,9 +230,9 @@ def test_killed_in_a_backward_pass(tmp_path: Any, hops: int) -> None:
         with autograd.context() as context_id:
             x = torch.ones(2, requires_grad=True)
             if hops == 1:
-                y = rpc.rpc_sync("worker1", stalling, args=(x, mark, 30.0))
+                y = rpc.rpc_sync("worker1", stalling, args=(x, mark, 150.0))
             else:
-                y = rpc.rpc_sync("worker1", stalling_through, args=("worker2", x, mark, 30.0))
+                y = rpc.rpc_sync("worker1", stalling_through, args=("worker2", x, mark, 150.0))
             killer = threading.Thread(target=lambda: (until(_marked(mark)), made.kill(victim)))
             killer.start()
             with pytest.raises(WorkerDied, match=victim) as caught:
@@ -262,8 +265,8 @@ def test_shutdown_does_not_wait_for_the_dead(tmp_path: Any) -> None:
     with harmed(3) as made:
         made.kill("worker1")
         with within(AT_ONCE):
-            rpc.shutdown(timeout=30)
-        made.processes[1].join(20)
+            rpc.shutdown(timeout=120)
+        made.processes[1].join(60)
         assert made.processes[1].exitcode == 0
         _become_a_worker_again(tmp_path)
 
@@ -320,7 +323,7 @@ def test_a_stopped_worker_does_not_hold_up_a_shutdown(tmp_path: Any) -> None:
         with pytest.raises(WorkerDied):
             rpc.rpc_sync("worker1", count, args=("k",))
         with within(STOPPED):
-            rpc.shutdown(timeout=30)
+            rpc.shutdown(timeout=120)
         _become_a_worker_again(tmp_path)
 
 
@@ -381,7 +384,7 @@ def test_a_worker_that_is_started_again() -> None:
         _check_step("worker2", "worker1")
         made.kill("worker1")
         revive(made, "worker1")
-        until(lambda: _answers("worker1"), 20)
+        until(lambda: _answers("worker1"))
         assert rpc.rpc_sync("worker1", count, args=("k",)) == 1  # the new one has the memory of nothing
         with pytest.raises(WorkerDied, match="worker1"):
             old.to_here()
@@ -408,7 +411,7 @@ def test_retries_wait_for_a_restart(tmp_path: Any) -> None:
             revive(made, "worker1")
 
         threading.Thread(target=kill_and_revive, daemon=True).start()
-        pid = rpc.rpc_sync("worker1", leave_marks, args=(mark,), timeout=30, retries=1)
+        pid = rpc.rpc_sync("worker1", leave_marks, args=(mark,), timeout=90, retries=1)
         assert pid == made.processes[0].pid
         with open(mark) as marks:
             assert len(marks.readlines()) == 2
@@ -419,7 +422,7 @@ def test_no_retry_unless_asked_for(tmp_path: Any) -> None:
     with harmed(2) as made:
         threading.Thread(target=lambda: (until(_marked(mark)), made.kill("worker1")), daemon=True).start()
         with pytest.raises(WorkerDied, match="worker1"):
-            rpc.rpc_sync("worker1", leave_a_mark, args=(mark, 30.0), timeout=60)
+            rpc.rpc_sync("worker1", leave_a_mark, args=(mark, 150.0), timeout=60)
         with within(AT_ONCE), pytest.raises(WorkerDied, match="not started again"):
             rpc.rpc_sync("worker1", leave_a_mark, args=(mark, 0.0), timeout=0.5, retries=3)
 
@@ -447,10 +450,8 @@ def test_waits_are_shown_along_the_chain(tmp_path: Any) -> None:
         future = rpc.rpc_async("worker1", wait_at, args=("worker2", mark))
         until(_marked(mark))
         assert re.search(r"call \d+ to worker1: wait_at\(\) on worker 'worker1', for ", rpc.debug_waits())
-        shown = rpc.debug_waits(cluster=True)
-        assert re.search(
-            r"worker0 call.*\n(.*\n)*?  worker1 call \d+ to worker2.*\n(.*\n)*?    worker2 serves a Py", shown
-        )
+        chain = r"worker0 call.*\n(.*\n)*?  worker1 call \d+ to worker2.*\n(.*\n)*?    worker2 serves a Py"
+        until(lambda: re.search(chain, rpc.debug_waits(cluster=True)) is not None)
         stop(made, "worker2")
         assert "worker2 does not answer" in rpc.debug_waits(cluster=True)
         with pytest.raises(WorkerDied, match="worker2"):
@@ -461,9 +462,10 @@ def test_waits_of_a_backward_pass(tmp_path: Any) -> None:
     mark = str(tmp_path / "m")
     with harmed(3), autograd.context() as context_id:
         x = torch.ones(2, requires_grad=True)
-        y = rpc.rpc_sync("worker1", stalling_through, args=("worker2", x, mark, 1.0))
+        y = rpc.rpc_sync("worker1", stalling_through, args=("worker2", x, mark, 150.0))
         done = autograd.backward_async(context_id, [y.sum()])
         until(_marked(mark))
-        shown = rpc.debug_waits(cluster=True)
-        assert re.search(rf"worker1 backward of context {context_id}, begun by worker0, waits for worker2", shown)
+        wait = f"worker1 backward of context {context_id}, begun by worker0, waits for worker2"
+        until(lambda: wait in rpc.debug_waits(cluster=True))
+        os.remove(mark)
         done.wait()

@@ -244,10 +244,10 @@ def test_a_pass_that_fails_leaves_a_graph_that_can_be_used(trio: Cluster) -> Non
         y = rpc.rpc_sync("worker1", fragile, (1, x))
         rpc.rpc_sync("worker1", break_it, (True,))
         with pytest.raises(ZeroDivisionError):
-            autograd.grad(context_id, [y.sum()], [x, *weights_of(1)], create_graph=True, timeout=10)
+            autograd.grad(context_id, [y.sum()], [x, *weights_of(1)], create_graph=True, timeout=60)
         rpc.rpc_sync("worker1", break_it, (False,))
-        (g,) = autograd.grad(context_id, [y.sum()], [x], create_graph=True, timeout=10)
-        (h,) = autograd.grad(context_id, [(g**2).sum()], [x], timeout=10)
+        (g,) = autograd.grad(context_id, [y.sum()], [x], create_graph=True, timeout=60)
+        (h,) = autograd.grad(context_id, [(g**2).sum()], [x], timeout=60)
     (g,) = torch.autograd.grad(fragile(1, x).sum(), x, create_graph=True)
     close([h], torch.autograd.grad((g**2).sum(), x))
     await_empty(3)
@@ -272,5 +272,5 @@ def let_through() -> None:
 
 def slow(x: Tensor) -> Tensor:
     y = x * 2
-    y.register_hook(lambda _: _gate.wait(20) and None)
+    y.register_hook(lambda _: _gate.wait(60) and None)
     return y.sin()

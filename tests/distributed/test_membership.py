@@ -1,5 +1,6 @@
 """How jobs begin and end: rendezvous stores, clashes, missing workers, leaving and coming back, deaths."""
 
+import contextlib
 import operator
 import os
 import socket
@@ -29,15 +30,19 @@ from telegrad.errors import (
 )
 from telegrad.ids import Incarnation, generation_of
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.job.barrier import Barriers
 from telegrad.rpc.job.rendezvous import store as store_host
 from telegrad.rpc.job.rendezvous.member_log import read_records
 from telegrad.rpc.job.rendezvous.store_client import Prefixed
 from telegrad.rpc.trust.seal import Seal
 from telegrad.rpc.trust.secret import user_secret
 from tests.cluster import WAYS, cluster, end, join, process
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 # --- what runs on the workers ---
+
+LIFE = 170.0  # seconds after which a process ends that was forgotten: longer than any test may take
 
 
 def who() -> str:
@@ -45,15 +50,15 @@ def who() -> str:
 
 
 def hang() -> None:
-    threading.Event().wait(60)
+    threading.Event().wait(LIFE)
 
 
 def vanish() -> None:
     os._exit(1)
 
 
-def shut_down_soon(graceful: bool) -> None:
-    threading.Timer(0.05, lambda: rpc.shutdown(graceful=graceful)).start()
+def shut_down_aside() -> None:
+    threading.Thread(target=lambda: rpc.shutdown(graceful=False)).start()
 
 
 def join_and_shut_down(name: str, rank: int, size: int, meeting: str, options: dict[str, Any], times: int) -> None:
@@ -66,14 +71,14 @@ def join_and_shut_down(name: str, rank: int, size: int, meeting: str, options: d
 def serve_until_told(name: str, rank: int, size: int | None, meeting: str) -> None:
     """A worker of an open job; leaves when its event is set by a call."""
     join(name, rank, size, meeting, {})
-    _told.wait(50)
+    _told.wait(LIFE)
     rpc.shutdown()
 
 
 def serve_forever(name: str, rank: int, size: int, meeting: str) -> None:
     """A worker that never calls shutdown."""
     join(name, rank, size, meeting, {})
-    threading.Event().wait(60)
+    threading.Event().wait(LIFE)
 
 
 _told = threading.Event()
@@ -113,12 +118,6 @@ def processes() -> Iterator[list[Any]]:
         yield started
     finally:
         end(started, patience=0)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture
@@ -191,7 +190,7 @@ def test_missing_ranks_are_named(meeting: str) -> None:
         start = time.monotonic()
         with pytest.raises(RendezvousError, match=r"\[1, 3\].*did not come"):
             join("worker0", 0, 4, meeting, {"rendezvous_timeout": 1.5})
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     with pytest.raises(NotInitialized):
         rpc.get_worker_info()
 
@@ -202,7 +201,7 @@ def test_a_failed_rendezvous_can_be_tried_again(meeting: str) -> None:
     with processes() as started:
         started.append(process(join_and_shut_down, "worker1", 1, 2, meeting, {}, 1))
         join_and_shut_down("worker0", 0, 2, meeting, {}, 1)
-        started[0].join(30)
+        started[0].join(60)
         assert started[0].exitcode == 0
 
 
@@ -210,7 +209,7 @@ def test_two_workers_of_one_name(meeting: str) -> None:
     with processes() as started:
         started.append(process(serve_forever, "twin", 1, 2, meeting))
         with pytest.raises(RendezvousError, match=r"'twin' is not unique.*0.*1|'twin' is not unique.*1.*0"):
-            join("twin", 0, 2, meeting, {"rendezvous_timeout": 5})
+            join("twin", 0, 2, meeting, {"rendezvous_timeout": 60})
 
 
 @pytest.mark.parametrize("rank", [-2, 2, 5])
@@ -252,7 +251,7 @@ def test_again_and_again(anywhere: str) -> None:
     with processes() as started:
         started.append(in_this_environment(join_and_shut_down, "worker1", 1, 2, anywhere, {}, 5))
         join_and_shut_down("worker0", 0, 2, anywhere, {}, 5)
-        started[0].join(20)
+        started[0].join(60)
         assert started[0].exitcode == 0
 
 
@@ -272,7 +271,7 @@ def test_thirty_lives(meeting: str) -> None:
         assert rpc.rpc_sync(f"life{i}", operator.add, (1, 2)) == 3
         rpc.shutdown(graceful=i % 2 == 0)
     wait_until(lambda: threading.active_count() <= before)
-    assert len(os.listdir("/proc/self/fd")) <= open_files + 3
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= open_files + 3)
 
 
 # --- secrets ---
@@ -339,7 +338,7 @@ def test_workers_come_and_go(meeting: str, way: str) -> None:
             # Newcomers find each other and the first.
             assert rpc.rpc_sync("second", rpc.rpc_sync, ("third", rpc.rpc_sync, ("first", who))) == "first"
             rpc.rpc_sync("second", leave)
-            started[0].join(30)
+            started[0].join(60)
             assert started[0].exitcode == 0
             with pytest.raises((WorkerDied, UnknownWorker), match="second"):
                 rpc.rpc_sync("second", who)
@@ -353,7 +352,7 @@ def test_workers_come_and_go(meeting: str, way: str) -> None:
         finally:
             rpc.shutdown()
         for each in started[1:]:
-            each.join(30)
+            each.join(60)
             assert each.exitcode == 0
 
 
@@ -373,7 +372,7 @@ def test_the_first_one_goes(anywhere: str, how: str) -> None:
                 rpc.rpc_sync("first", leave)
             else:
                 first.kill()
-            first.join(30)
+            first.join(60)
             for name in ("third", "first"):
                 started.append(in_this_environment(serve_until_told, name, -1, None, anywhere))
                 wait_until(lambda name=name: _found(name) and _answers(name), 60)
@@ -387,11 +386,11 @@ def test_the_first_one_goes(anywhere: str, how: str) -> None:
         finally:
             rpc.shutdown()
         for each in started[1:]:
-            each.join(30)
+            each.join(60)
             assert each.exitcode == 0
 
 
-PATIENTLY = {"timeout": 20, "retries": 3}  # each worker finds the new place, and so the newcomer, in its own time
+PATIENTLY = {"timeout": 60, "retries": 3}  # each worker finds the new place, and so the newcomer, in its own time
 
 
 @pytest.mark.slow
@@ -408,7 +407,7 @@ def test_the_first_rank_is_killed_and_started_again(anywhere: str) -> None:
                 started[0].kill()
                 started[0].join()
                 started[0] = in_this_environment(serve_forever, "worker0", 0, 3, anywhere)
-                again = rpc.rpc_sync("worker0", os.getpid, timeout=20, retries=3)
+                again = rpc.rpc_sync("worker0", os.getpid, timeout=60, retries=3)
                 assert again == started[0].pid
                 assert rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker0", os.getpid), PATIENTLY) == again
                 for other in ("worker1", "worker2"):
@@ -443,7 +442,7 @@ def test_the_first_rank_opens_the_place_again_itself(monkeypatch: pytest.MonkeyP
                 started[0].join()
                 assert not _listens(place)
                 started[0] = process(serve_forever, "worker0", 0, 3, place)
-                known = rpc.rpc_sync("worker0", incarnation, timeout=20, retries=3)
+                known = rpc.rpc_sync("worker0", incarnation, timeout=60, retries=3)
                 generations.append(generation_of(Incarnation(known)))
                 assert rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker0", incarnation), PATIENTLY) == known
                 for other in ("worker1", "worker2"):
@@ -493,11 +492,8 @@ def _answers(name: str) -> bool:
 
 def test_shutdown_waits_for_work_under_way() -> None:
     with cluster(3):
-        done = threading.Event()
         futures = [rpc.rpc_async("worker1", time.sleep, (0.2,)) for _ in range(3)]
-        futures[-1].add_done_callback(lambda _: done.set())
-    assert done.is_set()
-    assert all(f.done() for f in futures)
+    assert torch.futures.wait_all(futures) == [None] * 3  # what it does not wait for ends with an error
 
 
 def test_a_worker_that_never_shuts_down_is_named(meeting: str) -> None:
@@ -505,10 +501,12 @@ def test_a_worker_that_never_shuts_down_is_named(meeting: str) -> None:
         started.append(process(serve_forever, "lingering", 1, 3, meeting))
         started.append(process(join_and_shut_down, "punctual", 2, 3, meeting, {}, 1))
         join("worker0", 0, 3, meeting, {})
+        barriers = require_agent().layer(Barriers)
+        wait_until(lambda: "punctual" not in barriers.missing("shutdown/0"))
         start = time.monotonic()
         with pytest.raises(ShutdownError, match="lingering") as caught:
             rpc.shutdown(timeout=1.0)
-        assert time.monotonic() - start < 20  # it would linger for a minute
+        assert time.monotonic() - start < 60  # it would linger for three minutes
         assert "punctual" not in str(caught.value)
         with pytest.raises(NotInitialized):
             rpc.get_worker_info()
@@ -519,7 +517,7 @@ def test_not_graceful_ends_at_once() -> None:
         future = rpc.rpc_async("worker1", hang)
         start = time.monotonic()
         rpc.shutdown(graceful=False)
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 60
         with pytest.raises(WorkerDied):
             future.wait()
         join("again", 0, 1, job.meeting + "-again", {})  # for the cluster to shut down
@@ -530,8 +528,8 @@ def test_a_dead_worker_is_not_waited_for() -> None:
         assert rpc.rpc_sync("worker2", who) == "worker2"
         job.kill("worker2")
         start = time.monotonic()
-        rpc.shutdown(timeout=30)
-        assert time.monotonic() - start < 20
+        rpc.shutdown(timeout=120)
+        assert time.monotonic() - start < 60
         join("again", 0, 1, job.meeting + "-again", {})  # for the cluster to shut down
 
 
@@ -552,8 +550,8 @@ def test_a_worker_killed_while_serving(way: str) -> None:
             with pytest.raises(WorkerDied, match=r"'worker1'.*hang") as caught:
                 future.wait()
             assert caught.value.worker == "worker1"
-        thread.join(15)
-        assert time.monotonic() - start < 15  # they have no deadline
+        thread.join(60)
+        assert time.monotonic() - start < 60  # they have no deadline
         assert isinstance(errors[0], WorkerDied)
         with pytest.raises(WorkerDied, match="worker1"):
             rpc.rpc_sync("worker1", who, timeout=0)
@@ -577,9 +575,11 @@ def test_a_function_that_ends_its_worker() -> None:
 def test_a_worker_that_leaves_while_it_owes_an_answer() -> None:
     with cluster(2) as job:
         waiting = rpc.rpc_async("worker1", hang)
-        rpc.rpc_sync("worker1", shut_down_soon, (False,))
+        leaving = rpc.rpc_async("worker1", shut_down_aside)
         with pytest.raises(WorkerDied, match=r"worker1"):
             waiting.wait()
+        with contextlib.suppress(WorkerDied):  # it may be gone before its answer
+            leaving.wait()
         job.kill("worker1")
 
 
@@ -596,7 +596,7 @@ from telegrad import rpc
 after = set(os.listdir('/proc/self/fd')), threading.active_count(), len(os.listdir('/proc/self/task'))
 assert before == after, (before, after)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=50, env=os.environ)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=150, env=os.environ)
 
 
 def test_a_worker_that_is_alone_needs_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import gc
 import operator
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from telegrad import rpc
 from telegrad.rpc.current import require_agent
 from tests.cluster import Cluster
+from tests.waiting import wait_until
 
 MB = 2**20
 
@@ -37,11 +39,18 @@ def both_resident() -> int:
     return resident() + rpc.rpc_sync("worker1", resident)
 
 
-def growth(since: int) -> int:
-    """Bytes that both workers together occupy more than before; with `pytest -s` shown as well."""
-    now = both_resident()
-    print(f"\nresident on both workers: {since / MB:.1f} MB before, {now / MB:.1f} MB after")
-    return now - since
+def assert_flat(calls: Callable[[], object], limit: int) -> None:
+    """Both workers together grow by fewer bytes while calls are made; with `pytest -s` it shows by how many.
+
+    Once in three times is enough: one more thread, and what its allocator keeps, comes once, and a leak each time."""
+    found: list[int] = []
+    while len(found) < 3 and (not found or found[-1] >= limit):
+        before = both_resident()
+        calls()
+        found.append(both_resident() - before)
+    text = f"resident on both workers: more by {[f'{each / MB:.1f} MB' for each in found]}"
+    print(f"\n{text}")
+    assert found[-1] < limit, text
 
 
 def replies_kept() -> int:
@@ -61,11 +70,10 @@ def test_small_calls(job: Cluster, long_profile: bool) -> None:
             torch.futures.wait_all([rpc.rpc_async("worker1", operator.add, (x, x)) for _ in range(100)])
 
     calls(1000)
-    before, files = both_resident(), open_files()
-    calls(100_000 if long_profile else 2000)
-    assert growth(before) < 8 * MB
-    assert open_files() == files
-    assert rpc.rpc_sync("worker1", replies_kept) < 5
+    files = open_files()
+    assert_flat(lambda: calls(100_000 if long_profile else 2000), 8 * MB)
+    wait_until(lambda: open_files() <= files)
+    wait_until(lambda: rpc.rpc_sync("worker1", replies_kept) < 5)
 
 
 @pytest.mark.slow
@@ -78,10 +86,9 @@ def test_calls_of_16_mb(job: Cluster, long_profile: bool) -> None:
             rpc.rpc_sync("worker1", echo, (x,))
 
     calls(5)
-    before, files = both_resident(), open_files()
-    calls(2000 if long_profile else 30)
-    assert growth(before) < 96 * MB  # a call that keeps what it sent would need 480
-    assert open_files() <= files + 4
+    files = open_files()
+    assert_flat(lambda: calls(2000 if long_profile else 30), 96 * MB)  # a call that keeps what it sent would need 480
+    wait_until(lambda: open_files() <= files + 4)
 
 
 @pytest.mark.slow
@@ -91,9 +98,7 @@ def test_calls_of_changing_sizes(job: Cluster, long_profile: bool) -> None:
             rpc.rpc_sync("worker1", echo, (torch.empty(10_000 + 37_000 * (i % 20)),))
 
     calls(40)
-    before = both_resident()
-    calls(5000 if long_profile else 100)
-    assert growth(before) < 64 * MB
+    assert_flat(lambda: calls(5000 if long_profile else 100), 64 * MB)
 
 
 @pytest.mark.slow
@@ -106,11 +111,9 @@ def test_failures(job: Cluster, long_profile: bool) -> None:
                 rpc.rpc_async("worker1", fail, (x,)).wait()
 
     calls(10)
-    before = both_resident()
-    calls(1000 if long_profile else 50)
-    assert growth(before) < 32 * MB
+    assert_flat(lambda: calls(1000 if long_profile else 50), 32 * MB)
 
 
 def test_large_replies_are_forgotten_once_they_arrived(job: Cluster) -> None:
     rpc.rpc_sync("worker1", echo, (torch.ones(MB),))
-    assert rpc.rpc_sync("worker1", replies_kept) <= 1
+    wait_until(lambda: rpc.rpc_sync("worker1", replies_kept) <= 1)

@@ -48,7 +48,7 @@ def gate(key: str) -> threading.Event:
 
 
 def pass_gate(key: str, value: int) -> int:
-    assert gate(key).wait(20)
+    assert gate(key).wait(90)
     return value
 
 
@@ -255,19 +255,19 @@ def test_leaving_a_loop_closes_the_generator(numbers: Any) -> None:
 
 
 def stuck(count: int) -> Iterator[int]:
-    _produced.append(0)
     yield 0
     try:
-        _closing.wait(20)
+        _produced.append(1)
+        _closing.wait(90)
         yield 1
     finally:
         _closed.set()
 
 
 async def astuck(count: int) -> AsyncIterator[int]:
-    _produced.append(0)
     yield 0
     try:
+        _produced.append(1)
         await asyncio.Event().wait()
     finally:
         _closed.set()
@@ -286,6 +286,7 @@ def test_a_generator_is_closed_in_the_middle_of_a_step(trio: Cluster) -> None:
         rpc.rpc_sync("worker1", forget)
         with rpc.stream("worker1", numbers, (2,)) as stream:
             assert next(stream) == 0  # and the second has been asked for
+            wait_until(lambda: rpc.rpc_sync("worker1", progress)[0] == [1])
         if numbers is stuck:
             assert not rpc.rpc_sync("worker1", progress)[1]
             rpc.rpc_sync("worker1", let_go)
@@ -340,4 +341,4 @@ try:
 except RuntimeError as error:
     assert "has not been initialized" in str(error)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=150)

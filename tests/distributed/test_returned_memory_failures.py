@@ -13,7 +13,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.transport.blocks.lending import Lender
 from tests.chaos.test_cuts import arm, disarm
 from tests.cluster import WAYS, Cluster, cluster
-from tests.distributed.test_memory import both_resident
+from tests.distributed.test_memory import assert_flat, both_resident
 from tests.waiting import wait_until
 
 MB = 2**20
@@ -38,16 +38,20 @@ def add_one(x: Tensor) -> Tensor:
 
 def add_one_when_told(x: Tensor) -> Tensor:
     begun.set()
-    assert go_on.wait(20)
+    assert go_on.wait(90)
     return x.add_(1)
 
 
 def has_begun() -> bool:
-    return begun.wait(20)
+    return begun.is_set()
 
 
 def tell() -> None:
     go_on.set()
+
+
+def nothing() -> None:
+    """What the worker has released comes with a message."""
 
 
 def again() -> None:
@@ -66,7 +70,7 @@ def lender() -> Lender:
 
 
 def nothing_is_lent() -> bool:
-    rpc.rpc_sync("worker1", again)  # what the worker has released comes with a message
+    rpc.rpc_sync("worker1", nothing)
     return lender().lent_bytes == 0
 
 
@@ -77,11 +81,11 @@ def test_cuts_while_it_is_under_way(shared: Cluster, kind: str) -> None:
     results = []
     for name in shared.names:
         for at in range(1, 8):
-            rpc.rpc_sync(name, arm, (kind, at), timeout=20)
+            rpc.rpc_sync(name, arm, (kind, at), timeout=60)
             sent = [10.0 * at + i for i in range(3)]
-            futures = [rpc.rpc_async("worker1", add_one, (torch.full((FLOATS,), x),), timeout=20) for x in sent]
+            futures = [rpc.rpc_async("worker1", add_one, (torch.full((FLOATS,), x),), timeout=60) for x in sent]
             results += [(x + 1, future.wait()) for x, future in zip(sent, futures, strict=True)]
-            rpc.rpc_sync(name, disarm, timeout=20)
+            rpc.rpc_sync(name, disarm, timeout=60)
     for expected, result in results:  # kept until now: none was written to by those that came later
         assert result.min() == result.max() == expected
     del results, result, futures
@@ -90,10 +94,13 @@ def test_cuts_while_it_is_under_way(shared: Cluster, kind: str) -> None:
 
 def test_a_call_that_timed_out_gives_its_memory_back(shared: Cluster) -> None:
     """The reply comes when nobody waits for it."""
-    rpc.rpc_sync("worker1", again)
-    late = rpc.rpc_async("worker1", add_one_when_told, (torch.ones(FLOATS),), timeout=0.1)
-    with pytest.raises(RpcTimeout):
-        late.wait()
+    for timeout in (0.1, 1.0, 10.0):  # on a busy machine it may be given up before it has begun
+        rpc.rpc_sync("worker1", again)
+        late = rpc.rpc_async("worker1", add_one_when_told, (torch.ones(FLOATS),), timeout=timeout)
+        with pytest.raises(RpcTimeout):
+            late.wait()
+        if rpc.rpc_sync("worker1", has_begun):
+            break
     assert lender().lent_bytes > 0
     rpc.rpc_sync("worker1", tell)
     wait_until(nothing_is_lent)
@@ -102,7 +109,7 @@ def test_a_call_that_timed_out_gives_its_memory_back(shared: Cluster) -> None:
 def test_a_worker_that_is_killed_leaves_what_it_gave_back(shared: Cluster) -> None:
     result = rpc.rpc_sync("worker1", add_one, (torch.ones(FLOATS),))
     waiting = rpc.rpc_async("worker1", add_one_when_told, (torch.ones(FLOATS),))
-    assert rpc.rpc_sync("worker1", has_begun)
+    wait_until(lambda: rpc.rpc_sync("worker1", has_begun))
     shared.kill("worker1")
     with pytest.raises(WorkerDied):
         waiting.wait()
@@ -120,9 +127,8 @@ def test_memory_stays_flat_over_many_echoes(shared: Cluster) -> None:
         return result
 
     kept = calls(10)
-    before = both_resident()
-    assert calls(300).sum() == 2 * len(x)
-    assert both_resident() - before < 24 * MB
+    assert_flat(lambda: calls(300), 24 * MB)
+    assert calls(1).sum() == 2 * len(x)
     assert kept.sum() == 2 * len(x)
     assert lender().lent_bytes <= 3 * 4 * MB * 1.25
 

@@ -99,7 +99,7 @@ def test_a_worker_is_started_again() -> None:
         job.kill("worker1")
         eventually(lambda: rpc.rpc_sync("worker0", tables)["forks"] == 0)
         job.processes[0] = process(serve, "worker1", 1, 3, job.meeting, {})
-        rpc.rpc_sync("worker1", add, (1, 1), retries=1, timeout=30)
+        rpc.rpc_sync("worker1", add, (1, 1), retries=1, timeout=90)
         after = rpc.rpc_sync("worker1", make_one)
         assert str(after).split(", ForkId")[0] == str(before).split(", ForkId")[0]  # both count from 0
         assert after.to_here() == "one"
@@ -125,7 +125,7 @@ def share_kept(to: str) -> None:
 
 
 def fetch_first_kept() -> Any:
-    return _kept[-1][0].to_here(5)
+    return _kept[-1][0].to_here(60)
 
 
 # --- the end ---

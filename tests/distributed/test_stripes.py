@@ -29,7 +29,7 @@ _calls: dict[str, int] = {}
 @pytest.fixture(scope="module", params=[False, True], ids=["tcp", "tls"])
 def job(request: pytest.FixtureRequest) -> Iterator[bool]:
     options = {"transports": ("tcp",), "tls": request.param, "secret": SECRET, "tcp_connections": STREAMS}
-    with cluster(3, heartbeat=0.4, **options):
+    with cluster(3, heartbeat=5, **options):  # nobody is asked whether it lives while it waits for a part
         yield request.param
 
 
@@ -43,7 +43,7 @@ def widen(name: str) -> tuple[SocketStream, ...]:
     x = torch.ones(SIZE)
 
     def is_wide() -> bool:
-        assert torch.equal(rpc.rpc_sync(name, torch.neg, args=(x,), timeout=20), -x)
+        assert torch.equal(rpc.rpc_sync(name, torch.neg, args=(x,), timeout=60), -x)
         current = link_to(name).current
         return current is not None and current.stripes is not None and current._striped
 
@@ -73,13 +73,13 @@ def bytes_on_sides() -> int:
 @pytest.mark.slow
 def test_a_step_with_large_tensors_is_that_of_one_process(job: bool) -> None:
     widen("worker1")
-    assert rpc.rpc_sync("worker1", bytes_on_sides) == 1
+    wait_until(lambda: rpc.rpc_sync("worker1", bytes_on_sides) == 1)
     x = torch.randn(SIZE, requires_grad=True)
     noise = torch.randn(3, SIZE // 2 + 1)
     with autograd.context() as context:
-        y = rpc.rpc_sync("worker1", torch.mul, args=(x, x), timeout=20)
-        z = rpc.rpc_sync("worker1", torch.cat, args=([y, noise.flatten(), torch.ones(3)],), timeout=20)
-        autograd.backward(context, [z.sum()], timeout=20)
+        y = rpc.rpc_sync("worker1", torch.mul, args=(x, x), timeout=60)
+        z = rpc.rpc_sync("worker1", torch.cat, args=([y, noise.flatten(), torch.ones(3)],), timeout=60)
+        autograd.backward(context, [z.sum()], timeout=60)
         assert torch.equal(autograd.get_gradients(context)[x], 2 * x.detach())
     assert torch.equal(z.detach(), torch.cat([(x * x).detach(), noise.flatten(), torch.ones(3)]))
 
@@ -94,8 +94,8 @@ def test_many_callers_of_one_link(job: bool) -> None:
         random_ = random.Random(seed)
         for _ in range(4):
             x = torch.full((random_.choice([3, SIZE // 2, SIZE + 17]),), float(seed))
-            future = rpc.rpc_async("worker1", torch.add, args=(x, 1), timeout=30)
-            y = rpc.rpc_sync("worker1", torch.neg, args=(x,), timeout=30)
+            future = rpc.rpc_async("worker1", torch.add, args=(x, 1), timeout=60)
+            y = rpc.rpc_sync("worker1", torch.neg, args=(x,), timeout=60)
             if not torch.equal(y, -x) or not torch.equal(future.wait(), x + 1):
                 failures.append((seed, x.numel()))
 
@@ -103,7 +103,7 @@ def test_many_callers_of_one_link(job: bool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(40)
+        thread.join(120)
     assert not failures and not any(thread.is_alive() for thread in threads)
 
 
@@ -121,7 +121,7 @@ def test_a_stream_that_is_cut_is_a_connection_that_is_cut(job: bool, long_profil
         timer.start()
         for i in range(3):
             key = f"cut {turn} {i}"
-            assert torch.equal(rpc.rpc_sync("worker2", count_and_scale, args=(key, x), timeout=30), 2 * x)
+            assert torch.equal(rpc.rpc_sync("worker2", count_and_scale, args=(key, x), timeout=60), 2 * x)
             assert rpc.rpc_sync("worker2", calls_of, args=(key,)) == 1
         timer.join()
 
@@ -154,7 +154,7 @@ def test_what_was_changed_on_its_way_is_sent_again(job: bool, way: str, caplog: 
     else:
         rpc.rpc_sync("worker2", _flip_a_bit)
     key = f"flipped {way}"
-    assert torch.equal(rpc.rpc_sync("worker2", count_and_scale, args=(key, x), timeout=30), 2 * x)
+    assert torch.equal(rpc.rpc_sync("worker2", count_and_scale, args=(key, x), timeout=60), 2 * x)
     assert rpc.rpc_sync("worker2", calls_of, args=(key,)) == 1
     assert link_to("worker2").current is not before
     if way == "reply":
@@ -172,7 +172,7 @@ def test_one_end_that_cannot_seal(job: bool) -> None:
     """Both ends use what `ssl` does, as without the package."""
     if not job:
         pytest.skip("nothing is sealed there")
-    assert rpc.rpc_sync("worker1", _without_sealing, args=("worker2",), timeout=30) == ["TlsStream"] * (STREAMS - 1)
+    assert rpc.rpc_sync("worker1", _without_sealing, args=("worker2",), timeout=60) == ["TlsStream"] * (STREAMS - 1)
 
 
 def test_only_what_is_encrypted_can_be_sealed(job: bool) -> None:
@@ -193,7 +193,7 @@ def _hold_parts() -> None:
 
             def late(*args: Any, side: SocketStream = side) -> None:
                 del side.send  # type: ignore[method-assign] # back to what it was
-                _parts_may_go.wait(40)
+                _parts_may_go.wait(90)
                 side.send(*args)
 
             side.send = late  # type: ignore[method-assign]
@@ -220,7 +220,7 @@ def test_a_part_that_is_late_keeps_no_caller_beyond_its_deadline(job: bool, how:
     with pytest.raises(RpcTimeout):
         result()
     released = rpc.rpc_async("worker1", _let_parts_go)  # its reply comes behind what was held
-    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, args=(x,), timeout=20), -x)
+    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, args=(x,), timeout=60), -x)
     released.wait()
     assert link_to("worker1").current is before
 

@@ -12,11 +12,12 @@ from telegrad import rpc
 from telegrad.errors import WorkerDied
 from tests.cluster import cluster
 from tests.distributed.test_stripes import SECRET, SIZE, STREAMS, link_to, widen
+from tests.waiting import wait_until
 
 
 def _call_until_it_fails(x: torch.Tensor) -> None:
     for _ in range(1000):
-        rpc.rpc_sync("worker1", torch.neg, args=(x,), timeout=30)
+        rpc.rpc_sync("worker1", torch.neg, args=(x,), timeout=90)
 
 
 @pytest.mark.slow
@@ -29,7 +30,7 @@ def test_a_worker_that_is_killed_while_it_receives_is_missed(seed: int) -> None:
         began = time.monotonic()
         with pytest.raises(WorkerDied):
             _call_until_it_fails(x)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
 
 
 @pytest.mark.slow
@@ -39,8 +40,8 @@ def test_streams_and_threads_end_with_the_worker() -> None:
         sides = widen("worker1")
         assert any("-part" in thread.name for thread in threading.enumerate())
     assert all(side._socket.fileno() < 0 for side in sides)
-    assert not [thread.name for thread in threading.enumerate() if "-part" in thread.name]
-    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    wait_until(lambda: not any("-part" in thread.name for thread in threading.enumerate()))
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
 
 @pytest.mark.slow

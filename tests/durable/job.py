@@ -19,6 +19,7 @@ import torch
 
 from telegrad import durable, rpc
 from tests.cluster import end, process
+from tests.waiting import wait_until
 
 NAMES = ("driver", "w1", "w2", "w3")
 _folder: Path | None = None
@@ -58,6 +59,7 @@ class Job:
         self.folder.mkdir()
         self._life = (drive, settings)
         self.deaths = 0
+        self._looks = 0
         self.processes: dict[str, BaseProcess] = {name: self._start(name) for name in NAMES}
 
     def _start(self, name: str) -> BaseProcess:
@@ -109,6 +111,8 @@ class Job:
         deadline = time.monotonic() + seconds
         while not condition():
             self.look()
+            self._looks += 1
+            (self.folder / "looks").write_text(str(self._looks))
             if self.done or time.monotonic() > deadline:
                 return condition()
             time.sleep(0.002)
@@ -132,6 +136,21 @@ def mark(text: str) -> None:
         (_folder / "mark.tmp").rename(_folder / "mark")
 
 
+def rest(seconds: float) -> None:
+    """Called by the driver in a step: time to die in. The supervisor looks at the job in it, however slow both are,
+    or the job would be done before it is harmed."""
+    if _folder is not None and seconds:
+        before = _looks()
+        time.sleep(seconds)
+        wait_until(lambda: _looks() != before, 60)
+
+
+def _looks() -> str:
+    assert _folder is not None
+    path = _folder / "looks"
+    return path.read_text() if path.exists() else ""
+
+
 class Killer:
     """Kills at random: moments of one's own or any time, one worker or two at once, the driver among them."""
 
@@ -146,7 +165,7 @@ class Killer:
         """Harm the job once, and wait until it goes on."""
         job, chance = self.job, self.chance
         before, deaths = job.mark(), job.deaths
-        job.until(lambda: job.mark() != before, 60)  # it runs
+        job.until(lambda: job.mark() != before, 120)  # it runs
         kind = chance.choice(("any time", "any time", "two at once", *self.MOMENTS, "driver", "driver while returning"))
         victims = chance.sample(NAMES[1:], 2)
         time.sleep(chance.uniform(0, 0.1))
@@ -160,19 +179,19 @@ class Killer:
             job.kill(NAMES[0])
         elif kind == "driver while returning":
             job.kill(victims[0])
-            job.until(lambda: job.deaths > deaths, 30)
+            job.until(lambda: job.deaths > deaths, 60)
             time.sleep(chance.uniform(0, 0.3))
             job.kill(NAMES[0])
         elif kind == "restoring":  # somebody dies, and another one as it returns to where it was
             job.arm(victims[1], kind)
             job.kill(victims[0])
-            job.until(lambda: not job.is_armed(victims[1], kind), 30)
+            job.until(lambda: not job.is_armed(victims[1], kind), 60)
         else:
             job.arm(victims[0], kind)
-            job.until(lambda: not job.is_armed(victims[0], kind), 30)
+            job.until(lambda: not job.is_armed(victims[0], kind), 60)
             job.disarm(victims[0], kind)
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
         if not job.done:
-            assert job.until(lambda: job.deaths > deaths, 30) or job.done, f"nobody died of {kind}"
+            assert job.until(lambda: job.deaths > deaths, 60) or job.done, f"nobody died of {kind}"
             after = job.mark()
-            assert job.until(lambda: job.mark() != after, 60) or job.done, f"after {kind} nothing went on"
+            assert job.until(lambda: job.mark() != after, 120) or job.done, f"after {kind} nothing went on"

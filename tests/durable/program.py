@@ -1,6 +1,5 @@
 """The training that the tests kill: a model over three workers, with Adam, dropout, batch norm and a scheduler."""
 
-import time
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from telegrad import autograd, durable
-from tests.durable.job import at, mark
+from tests.durable.job import at, mark, rest
 
 
 class Probe:
@@ -94,7 +93,7 @@ def train(steps: int, copies: int = 2, every: int = 3, pause: float = 0.0, **giv
             optimizer.step(context_id, max_norm=1.0)
             scheduler.step()
             losses[number] = loss.item()
-            time.sleep(pause)  # so that there is time to die in
+            rest(pause)
         mark(f"{number} {len(run.returns)}")
     states = [{k: v for k, v in block.state_dict().items() if not k.endswith("_extra_state")} for block in blocks]
     result = {

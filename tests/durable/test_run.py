@@ -62,6 +62,7 @@ def cluster() -> Iterator[HarmedCluster]:
     with harmed_cluster(3) as made:
         yield made
         for name in made.names:
+            made.await_back(name)
             assert rpc.rpc_sync(name, open_runs) == [], f"{name} still has a run"
 
 

@@ -19,7 +19,7 @@ from telegrad.ids import MessageId, WorkerId
 from tests.engine.alone import Alone
 from tests.engine.programs import Forget
 
-SHORT = 5.0  # seconds that nothing here needs
+SHORT = 60.0  # seconds that nothing here needs
 
 
 class Told:

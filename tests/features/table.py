@@ -81,8 +81,8 @@ def over_workers(entry: Entry, variant: str) -> Outcome:
             loss = _loss(entry.run())
             if loss is not None:
                 if variant == "retained":
-                    autograd.backward(context_id, [loss], retain_graph=True, timeout=20)
-                autograd.backward(context_id, [loss], timeout=20)
+                    autograd.backward(context_id, [loss], retain_graph=True, timeout=90)
+                autograd.backward(context_id, [loss], timeout=90)
             return _gathered(context_id)
     finally:
         world.no_longer()

@@ -30,7 +30,7 @@ def add(x):  # no guard around the program, and a global of the script
     print("adding on", rpc.get_worker_info().name)
     return x + OFFSET
 
-with telegrad.local_cluster(workers=2) as cluster:
+with telegrad.local_cluster(workers=2, shutdown_timeout=120) as cluster:
     print("pids", *[cluster.pid(name) for name in cluster.others], flush=True)
     {body}
 """
@@ -143,11 +143,11 @@ def test_a_killed_worker_is_started_again_as_often_as_it_takes(capfd: pytest.Cap
         for _ in range(2):
             before = rpc.rpc_sync("worker1", os.getpid)
             cluster.kill("worker1")
-            after = rpc.rpc_sync("worker1", os.getpid, retries=2)
+            after = rpc.rpc_sync("worker1", os.getpid, timeout=120, retries=2)
             assert before != after == cluster.pid("worker1")
         with pytest.raises(WorkerDied, match="worker1"):
             rpc.rpc_sync("worker1", os._exit, args=(3,))
-        assert rpc.rpc_sync("worker1", abs, args=(-1,), retries=2) == 1
+        assert rpc.rpc_sync("worker1", abs, args=(-1,), timeout=120, retries=2) == 1
     assert "[worker1] ended with status 3" in capfd.readouterr().err
 
 
@@ -162,16 +162,16 @@ def test_a_worker_that_never_joins_again_is_given_up(capfd: pytest.CaptureFixtur
             said += capfd.readouterr().err
             return "is not started again" in said
 
-        wait_until(given_up, 60)
+        wait_until(given_up, 120)
 
 
 def test_a_worker_on_its_way_back_does_not_hold_up_the_end() -> None:
-    with telegrad.local_cluster(workers=2, restart=True) as cluster:
+    with telegrad.local_cluster(workers=2, restart=True, shutdown_timeout=150) as cluster:
         old = cluster.pid("worker1")
         cluster.kill("worker1")
         wait_until(lambda: cluster.pid("worker1") != old)
         began = time.monotonic()
-    assert time.monotonic() - began < 20  # it would be waited for as long as a shutdown waits, half a minute
+    assert time.monotonic() - began < 75  # it would be waited for as long as a shutdown waits
 
 
 ONE_MODULE = """

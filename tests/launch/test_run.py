@@ -123,7 +123,7 @@ if os.environ["RANK"] == "0":
         if found == "2":
             print("back after", found)
             break
-rpc.shutdown(timeout=20)
+rpc.shutdown(timeout=60)
 """
 
 

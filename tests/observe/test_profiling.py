@@ -18,6 +18,7 @@ def job():
 
 
 weight = torch.ones(2, 2, requires_grad=True)
+SLACK = 20_000  # microseconds by which the clocks of two profilers may differ that were set on a busy machine
 
 
 def outer(x):
@@ -44,8 +45,8 @@ def test_events_of_nested_calls_are_in_the_profile():
     (call,) = [event for event in events if event.name == first]
     assert call.node_id == 0
     for event in remote.values():
-        assert call.time_range.start <= event.time_range.start
-        assert event.time_range.end <= call.time_range.end
+        assert call.time_range.start - SLACK <= event.time_range.start
+        assert event.time_range.end <= call.time_range.end + SLACK
     averages = {event.key: event for event in prof.key_averages()}
     assert averages[f"{second}#remote_op: aten::mm"].count == 1
     assert "#remote_op: aten::mm" in prof.key_averages().table(max_name_column_width=200)

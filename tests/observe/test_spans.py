@@ -1,11 +1,14 @@
 """Calls as OpenTelemetry spans: a remote call is a child of the span it was made in, across workers."""
 
+import gc
+
 import pytest
 import torch
 
 from telegrad import autograd, rpc
 from telegrad.observe import trace_calls
 from tests.cluster import cluster
+from tests.waiting import wait_until
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
 
@@ -37,6 +40,12 @@ def spans():
     ]
 
 
+def await_spans(worker, *names):
+    """The spans that have ended on a worker, once those of that name have: a thread may hold a call a moment longer."""
+    wait_until(lambda: gc.collect() >= 0 and set(names) <= {span[0] for span in rpc.rpc_sync(worker, spans)})
+    return rpc.rpc_sync(worker, spans)
+
+
 def outer(x):
     return rpc.rpc_sync("worker2", inner, args=(x,))
 
@@ -60,9 +69,9 @@ def test_a_remote_call_is_a_child_span():
             autograd.backward(context_id, [y])
         with pytest.raises(ValueError, match="no"):
             rpc.rpc_sync("worker1", refuse)
-        here = spans()
-        there = rpc.rpc_sync("worker1", spans)
-        further = rpc.rpc_sync("worker2", spans)
+        here = await_spans("worker0", "outer", "refuse")
+        there = await_spans("worker1", "outer", "inner")
+        further = await_spans("worker2", "inner")
     (call,) = [span for span in here if span[0] == "outer"]
     assert call[1] == "CLIENT" and call[4] is None
     assert call[5] == {"rpc.system.name": "telegrad", "rpc.method": "outer", "server.address": "worker1"}

@@ -425,7 +425,7 @@ def train_against(weights: Any, trainer: int) -> None:
 def test_three_trainers_in_processes() -> None:
     weights = rpc.RRef(Weights(64))  # Here: the three owners are the trainers this time.
     futures = [
-        rpc.rpc_async(name, train_against, args=(weights, trainer), timeout=50) for trainer, name in enumerate(OWNERS)
+        rpc.rpc_async(name, train_against, args=(weights, trainer), timeout=150) for trainer, name in enumerate(OWNERS)
     ]
     for future in futures:
         future.wait()

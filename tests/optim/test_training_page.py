@@ -2,12 +2,13 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.ports import own_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -20,10 +21,9 @@ LAST_LINES = ["weight lives on worker1", "trained 4 parameters on 2 workers", "b
 def test_a_program_of_the_page_runs(tmp_path: Path, program: str, last_line: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(program)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, str(script)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    with own_port() as port:
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines()[-1] == last_line

@@ -33,7 +33,7 @@ from tests.oracle.program import (
     Step,
 )
 
-PASS_TIMEOUT = 20.0
+PASS_TIMEOUT = 60.0
 LEAVES = 2
 ROWS = 3
 
@@ -420,7 +420,7 @@ def _close(one: list[float] | None, other: list[float] | None) -> bool:
     return all(abs(x - y) <= 1e-5 * max(1e-3, abs(x), abs(y)) for x, y in zip(one, other, strict=True))
 
 
-def await_empty(workers: int, seconds: float = 10.0) -> None:
+def await_empty(workers: int, seconds: float = 60.0) -> None:
     """Wait until no worker has a context any more."""
     deadline = time.monotonic() + seconds
     for worker in range(workers):

@@ -21,6 +21,7 @@ import telegrad
 from telegrad import autograd, errors, nn, optim, rpc
 from telegrad.nn import RemoteModule
 from tests.cluster import Cluster, cluster
+from tests.ports import free_port
 
 PAGES = Path(__file__).parents[2] / "docs" / "api"
 WIDEST = 94  # characters of a line of code: what a page of the site shows on a laptop without scrolling sideways
@@ -158,13 +159,5 @@ def test_examples_that_start_workers(name: str, tmp_path: Path) -> None:
             runner.run(each)
         assert runner.failures == 0 and runner.tries
     """
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=150, env=environment)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -56,7 +56,7 @@ def introduce() -> None:
         agent.peers.learn([other.member for other in agents.values()])
 
 
-def call(caller: str, to: str, func: Any, *args: Any, timeout: float = 20.0) -> Any:
+def call(caller: str, to: str, func: Any, *args: Any, timeout: float = 90.0) -> Any:
     """Call a function from one agent on another, and wait."""
     agent = agents[caller]
     member = agent.find(to)

@@ -1,6 +1,6 @@
 """The log of members in a store in memory: what survives the loss of the store, and who opens one."""
 
-import socket
+from collections.abc import Iterator
 
 import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
@@ -13,6 +13,7 @@ from telegrad.rpc.job.rendezvous.member_log import MemberLog, open_store
 from telegrad.rpc.job.rendezvous.member_log import _encode as encode_member
 from telegrad.rpc.trust.seal import UNSEALED
 from telegrad.rpc.workers import Member
+from tests.ports import own_port
 
 
 def record(worker_id: int, incarnation: int) -> Member:
@@ -97,10 +98,9 @@ def test_a_place_that_was_joined_before_it_moved_is_not_outdated() -> None:
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def port() -> Iterator[int]:
+    with own_port() as found:
+        yield found
 
 
 @pytest.mark.parametrize(
@@ -131,21 +131,21 @@ def test_the_launchers_store_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_second_to_open_joins_the_first(port: int, capfd: pytest.CaptureFixture[str]) -> None:
     endpoint = ("127.0.0.1", port)
-    first = store_host.attempt(endpoint, opens=True, seconds=5)
-    second = store_host.attempt(endpoint, opens=True, seconds=5)
+    first = store_host.attempt(endpoint, opens=True, seconds=60)
+    second = store_host.attempt(endpoint, opens=True, seconds=60)
     first.set("a", "b")
     assert second.get("a") == b"b"
     assert store_host.worker_endpoint_of(second) == endpoint
     with store_host.connect_silent(endpoint) as silent, store_host.connect_monitor(second, endpoint) as monitor:
         assert monitor.getpeername()[1] != port
         del first
-        silent.settimeout(5)
+        silent.settimeout(60)
         assert silent.recv(1) == b""
-        monitor.settimeout(5)
+        monitor.settimeout(60)
         with pytest.raises(ConnectionResetError):
             monitor.recv(1)
     with pytest.raises(ConnectionRefusedError):
-        store_host.attempt(endpoint, opens=False, seconds=5)
+        store_host.attempt(endpoint, opens=False, seconds=60)
     assert capfd.readouterr().err == ""
 
 

@@ -42,7 +42,7 @@ def agent(request: pytest.FixtureRequest, tmp_path: object) -> Iterator[Agent]:
 def stranger(agent: Agent) -> socket.socket:
     """A connection to the worker that has said nothing yet."""
     (address,) = agent.member.addresses
-    return connect(address, 5.0)
+    return connect(address, 60.0)
 
 
 def still_works() -> None:
@@ -73,8 +73,12 @@ def test_strangers_are_refused(agent: Agent, who: str, caplog: pytest.LogCapture
         sock.sendall(said)
         assert closed_by_peer(sock)
         wait_until(lambda: any(why in m for m in caplog.messages))
-    assert len(caplog.records) == 1
+    assert len(refusals(caplog)) == 1
     still_works()
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if message.startswith("refused a connection")]
 
 
 def test_one_who_leaves_in_the_middle(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
@@ -82,7 +86,7 @@ def test_one_who_leaves_in_the_middle(agent: Agent, caplog: pytest.LogCaptureFix
         for said in (b"", b"TG", DiallerHandshake(b"x").opening):
             with stranger(agent) as sock:
                 sock.sendall(said)
-        wait_until(lambda: len(caplog.records) == 3)
+        wait_until(lambda: len(refusals(caplog)) == 3)
     still_works()
 
 
@@ -125,7 +129,7 @@ def test_the_wrong_secret_on_the_dialling_side(agent: Agent) -> None:
     agent.connector.secret, right = b"another", agent.connector.secret
     try:
         with pytest.raises(AuthenticationError, match="'alone'"):
-            rpc.rpc_sync("alone", os.getpid, timeout=5)
+            rpc.rpc_sync("alone", os.getpid, timeout=60)
     finally:
         agent.connector.secret = right
     still_works()
@@ -200,9 +204,9 @@ def test_a_message_over_the_limit_fails_its_call(tmp_path: object) -> None:
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     try:
         with pytest.raises(SerializationError, match=r"over the limit of 100000.*max_message_bytes"):
-            rpc.rpc_sync("alone", len, (b"x" * 200_000,), timeout=5)
+            rpc.rpc_sync("alone", len, (b"x" * 200_000,), timeout=60)
         with pytest.raises(SerializationError, match="over the limit of 100000"):
-            rpc.rpc_sync("alone", bytes, (200_000,), timeout=5)
+            rpc.rpc_sync("alone", bytes, (200_000,), timeout=60)
         still_works()
         wait_until(lambda: not require_agent().under_way())  # the thread that answered may have a last line to run
     finally:

@@ -112,3 +112,26 @@ def test_a_stuck_thread_is_looked_for_less_often_while_none_is(world: World) -> 
     stuck[0] = None  # nobody serves: it rests after a while
     world.wait(1.0)
     assert world.wait(1.0) == 0
+
+
+def test_one_that_begins_as_the_looks_end_is_looked_at(world: World) -> None:
+    """Its thread is between two others: it serves by now, and has not been seen."""
+    serves = False
+
+    def relieve() -> bool | None:
+        """Serves from the last look on, after which none would follow, and says so while that look goes on."""
+        nonlocal serves
+        seen = serves or None
+        if looks._quiet == stuck_threads._QUIET_LOOKS - 1 and not serves:
+            serves = True
+            looks.wake()
+        return seen
+
+    session = SimpleNamespace(relieve=relieve)
+    pool = SimpleNamespace(handled=0, exhausted=False, relieve=lambda: None)
+    runtime: Any = SimpleNamespace(timer=world, io_threads=pool)
+    looks = StuckThreads(runtime, lambda: [session])  # type: ignore[list-item] # as much of one as it needs
+    looks.wake()
+    world.wait(1.0)
+    assert serves
+    assert world.wait(0.1) > 0

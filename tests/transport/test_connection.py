@@ -2,6 +2,7 @@
 
 import array
 import fcntl
+import gc
 import os
 import random
 import socket
@@ -59,7 +60,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Connection, Connectio
 def receive(connection: Connection, count: int) -> list[Frame]:
     """Exactly `count` frames."""
     frames: list[Frame] = []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(frames) < count:
         assert time.monotonic() < deadline
         connection.stream.readable(1.0)
@@ -125,7 +126,7 @@ def test_held_frames_leave_with_the_next(pair: tuple[Connection, Connection]) ->
 def test_the_end_of_a_stream(pair: tuple[Connection, Connection]) -> None:
     a, b = pair
     a.close()
-    assert b.stream.readable(1.0)
+    assert b.stream.readable(60.0)
     assert b.receive() is None
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on the platform
         a.send(FrameKind.NOTICE, 0, 0, Ping())
@@ -199,14 +200,16 @@ def test_without_shared_memory_it_says_so_once_and_goes_on(
             raise OSError("not permitted")
 
         monkeypatch.setattr(os, "memfd_create", refuse)
+        _say_once.cache_clear()
         for _ in range(3):
             send_tensor(a, torch.ones(100_000))
             assert take_tensor(b).sum() == 100_000
-        assert [r.getMessage() for r in caplog.records if "shared memory" in r.getMessage()] == [caplog.messages[0]]
-        assert len(caplog.records) == 1
+        assert caplog.text.count("no shared memory") == 1
+        assert "Traceback" not in caplog.text
 
 
 def test_descriptors_do_not_add_up() -> None:
+    gc.collect()  # what earlier tests left
     before = len(os.listdir("/proc/self/fd"))
     a, b = make_pair()
     kept = []
@@ -399,7 +402,7 @@ def test_nonsense_is_a_protocol_error(what: str) -> None:
     connection = Connection(SocketStream(other, "unix", Lane(lanes[0])), max_frame=LIMIT)
     with closing(raw), closing(connection), closing(lanes[1]):
         raw.sendall(NONSENSE[what])
-        connection.stream.readable(1.0)
+        connection.stream.readable(60.0)
         with pytest.raises(ProtocolError):
             connection.receive()
 

@@ -1,10 +1,12 @@
 """Copies by several threads: all bytes arrive, whoever helps, and nobody is waited for who has not begun."""
 
 import ctypes
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from telegrad.transport.blocks import copying
 from telegrad.transport.blocks.copying import ALONE_UP_TO, TORCH_FROM, Copier, Helpers
+from tests.waiting import wait_until
 
 SIZES = [0, 1, TORCH_FROM, TORCH_FROM + 5, ALONE_UP_TO, ALONE_UP_TO + 1, 5 * 2**20, 9 * 2**20 + 12_345]
 
@@ -94,22 +97,27 @@ def test_who_has_begun_is_waited_for_and_the_next_copies_are_made_alone(monkeypa
     begun, go_on, asked = threading.Event(), threading.Event(), []
     move, caller = ctypes.memmove, threading.current_thread()
 
+    clock = itertools.count()  # a second between two looks at it: what was waited for was waited for long
+
     def slow_elsewhere(*args: int) -> None:
         if threading.current_thread() is not caller:
             begun.set()
-            assert go_on.wait(10)
-        elif args[2] < 2**20:  # the caller's last piece
-            assert begun.wait(10)
-            threading.Timer(0.05, go_on.set).start()
+            assert go_on.wait(60)
         move(*args)
+
+    def now() -> float:
+        if not go_on.is_set():  # the caller has made its last piece
+            threading.Timer(0.05, go_on.set).start()
+        return next(clock)
 
     def ask_for_help(work: Callable[[], None]) -> None:
         asked.append(work)
         if len(asked) == 1:
             threading.Thread(target=work, daemon=True).start()
-            assert begun.wait(10)
+            assert begun.wait(60)
 
     monkeypatch.setattr(copying.ctypes, "memmove", slow_elsewhere)
+    monkeypatch.setattr(copying, "time", SimpleNamespace(perf_counter=now))
     copier = Copier(ask_for_help)
     assert Memory(5 * 2**20 + 1).copied_by(copier)
     assert len(asked) == 2
@@ -124,6 +132,11 @@ def copiers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "test-copier"]
 
 
+def all_end() -> None:
+    """Helpers that were closed end; `close` does not wait for long."""
+    wait_until(lambda: not copiers())
+
+
 def test_helpers_start_when_the_first_is_asked_and_end_with_close() -> None:
     helpers = Helpers("test")
     assert copiers() == []
@@ -133,8 +146,8 @@ def test_helpers_start_when_the_first_is_asked_and_end_with_close() -> None:
             helpers.ask(lambda: ran.put(threading.current_thread()))
         started = copiers()
         assert len(started) == 2
-        assert {ran.get(timeout=10) for _ in range(10)} <= set(started)
-    assert copiers() == []
+        assert {ran.get(timeout=60) for _ in range(10)} <= set(started)
+    all_end()
 
 
 def test_helpers_work_at_once() -> None:
@@ -142,9 +155,9 @@ def test_helpers_work_at_once() -> None:
     both = threading.Barrier(3)
     with closing(Helpers("test")) as helpers:
         for _ in range(2):
-            helpers.ask(lambda: both.wait(10) and None)
-        both.wait(10)
-    assert copiers() == []
+            helpers.ask(lambda: both.wait(60) and None)
+        both.wait(60)
+    all_end()
 
 
 class Crowded:
@@ -155,7 +168,7 @@ class Crowded:
         self._all_here = threading.Barrier(threads)
 
     def __enter__(self) -> None:
-        self._all_here.wait(10)
+        self._all_here.wait(60)
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
@@ -171,9 +184,10 @@ def test_two_who_ask_first_start_the_helpers_once(monkeypatch: pytest.MonkeyPatc
             for asker in askers:
                 asker.start()
             for asker in askers:
-                asker.join(10)
-        assert sum(ran.get(timeout=10) for _ in askers) == 2
+                asker.join(60)
+        assert sum(ran.get(timeout=60) for _ in askers) == 2
         assert len(copiers()) == 2
+    all_end()
 
 
 def test_helpers_that_nobody_asked_close_and_close_again() -> None:
@@ -193,7 +207,7 @@ def test_who_asks_after_the_end_gets_no_help_and_leaves_nothing(begun: bool) -> 
     copier = Copier(helpers.ask)
     for _ in range(3):
         assert Memory(5 * 2**20).copied_by(copier)
-    assert copiers() == []
+    all_end()
     assert helpers._tasks.empty()
 
 
@@ -203,7 +217,8 @@ def test_helpers_help_on_whatever_the_machine_becomes(monkeypatch: pytest.Monkey
     with closing(Helpers("test")) as helpers:
         monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
         helpers.ask(done.set)
-        assert done.wait(10)
+        assert done.wait(60)
+    all_end()
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -212,3 +227,4 @@ def test_all_bytes_arrive_with_helpers(nbytes: int) -> None:
         copier = Copier(helpers.ask)
         for _ in range(5):
             assert Memory(nbytes).copied_by(copier)
+    all_end()

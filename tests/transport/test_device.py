@@ -5,6 +5,7 @@ Calls of CUDA are noted by a stand-in for the runtime; `tests/cuda` has the same
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -188,11 +189,11 @@ def test_a_living_peer_keeps_its_promise_itself(page: Page, cuda: Noted) -> None
     gone: list[int] = []
 
     def peer_is_gone() -> bool:
-        gone.append(1)
-        if len(gone) == 3:
+        if len(gone) == 2:
             flag.written.set(1)
+        gone.append(1)
         return False
 
     keep_promises([Promise(flag.written, 1, lambda: spoiled.append(1))], peer_is_gone)
-    wait_until(lambda: len(gone) >= 3)
-    assert flag.written.has_reached(1) and not spoiled
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "telegrad-lost-gpu-work"])
+    assert len(gone) == 3 and flag.written.has_reached(1) and not spoiled

@@ -1,13 +1,17 @@
 """Faults on purpose: what is decided, and what a connection then does. The real connection is a list."""
 
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from telegrad.transport import faulty as faulty_module
 from telegrad.transport.faulty import Fault, FaultPlan, Faults, FaultyConnection
 from telegrad.wire.frames import FrameKind
 from telegrad.wire.messages import Ack, Ping
+from tests.waiting import wait_until
 
 
 class Recorder:
@@ -60,14 +64,25 @@ def test_a_lost_message_is_not_sent_and_others_are() -> None:
     assert recorder.sent == ["Ack 2"]
 
 
-def test_what_is_sent_after_a_delayed_message_stays_behind_it() -> None:
+def test_what_is_sent_after_a_delayed_message_stays_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    over = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        assert over.wait(60)
+
+    monkeypatch.setattr(faulty_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     recorder = Recorder(enough=3)
-    connection = faulty(recorder, Ping=FaultPlan(Fault.DELAY, seconds=0.02))
+    connection = faulty(recorder, Ping=FaultPlan(Fault.DELAY, seconds=1000.0))
     connection.send(FrameKind.NOTICE, 1, 0, Ping())
     connection.send(FrameKind.NOTICE, 2, 0, Ack())
     connection.send(FrameKind.NOTICE, 3, 0, Ping())
+    wait_until(lambda: slept)
     assert recorder.sent == []
-    assert recorder.all_sent.wait(10)
+    assert 800 < slept[0] <= 1000
+    over.set()
+    assert recorder.all_sent.wait(60)
     assert recorder.sent == ["Ping 1", "Ack 2", "Ping 3"]
 
 

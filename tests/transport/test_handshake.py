@@ -2,6 +2,7 @@
 
 import hashlib
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -32,6 +33,14 @@ def test_both_prove_themselves() -> None:
     code, length = dialler.verdict_length(raw[: dialler.verdict_header_bytes])
     assert dialler.verdict(code, raw[dialler.verdict_header_bytes :]) == WELCOME
     assert length == len(raw) - dialler.verdict_header_bytes
+
+
+def test_what_is_shown_of_it_has_no_secrets() -> None:
+    for said in (
+        Hello(1, "a", 2, 3, 4, False, "", ticket=b"key 1", seal=b"key 2"),
+        msgspec.structs.replace(WELCOME, seal=b"key 3"),
+    ):
+        assert "name=" in repr(said) and "seal=..." in repr(said) and "key" not in repr(said)
 
 
 def _feed_in_steps(listener: ListenerHandshake, raw: bytes, piece: int = 10_000) -> None:

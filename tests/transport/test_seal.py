@@ -190,7 +190,7 @@ def sockets(ends: tls.TlsEnds) -> Iterator[tuple[TlsSocket, TlsSocket]]:
         thread = threading.Thread(target=accepted.do_handshake)
         thread.start()
         dialled.do_handshake()
-        thread.join(20)
+        thread.join(100)
         yield dialled, accepted
 
 
@@ -206,7 +206,7 @@ def _nothing() -> None:
 
 def read(stream: SealedStream, total: int) -> bytes:
     """One part of so many bytes."""
-    view, at, until = memoryview(bytearray(total)), 0, time.monotonic() + 30
+    view, at, until = memoryview(bytearray(total)), 0, time.monotonic() + 90
     while at < total:
         assert time.monotonic() < until
         if stream.readable(0.1):
@@ -218,12 +218,12 @@ def test_parts_both_ways(streams: tuple[SealedStream, SealedStream]) -> None:
     source = random.Random(3)
     parts = [[source.randbytes(size) for size in sizes] for sizes in ([10], [seal.PIECE], [3, 2 * seal.PIECE, 70_001])]
     for sender, receiver in (streams, streams[::-1]):
-        send = [functools.partial(sender.send, part, time.monotonic() + 30, _nothing) for part in parts]
+        send = [functools.partial(sender.send, part, time.monotonic() + 90, _nothing) for part in parts]
         thread = threading.Thread(target=lambda send=send: [act() for act in send])
         thread.start()
         for part in parts:
             assert read(receiver, sum(map(len, part))) == b"".join(part)
-        thread.join(20)
+        thread.join(100)
 
 
 def test_a_stream_that_ends_in_a_part_names_the_peer(streams: tuple[SealedStream, SealedStream]) -> None:
@@ -235,10 +235,25 @@ def test_a_stream_that_ends_in_a_part_names_the_peer(streams: tuple[SealedStream
 
 def test_what_is_reflected_does_not_open(streams: tuple[SealedStream, SealedStream]) -> None:
     streams[0].send([bytes(1000)], None, _nothing)
+    assert streams[1].readable(60.0)
     raw = streams[1]._socket.recv(5000)
     streams[1]._socket.send(raw)
     with pytest.raises(SealBroken, match="worker 'b'"):
         read(streams[0], 1000)
+
+
+def test_two_directions_have_two_secrets(sockets: tuple[TlsSocket, TlsSocket]) -> None:
+    """A peer that repeats what it was told: under one key, what each end sends would open at that end."""
+    with pytest.raises(ProtocolError, match="worker 'a' says the secret that it was told"):
+        sealed_over(sockets[0], SECRET, SECRET, "a")
+
+
+def test_nothing_is_sealed_on_a_connection_that_broke(streams: tuple[SealedStream, SealedStream]) -> None:
+    streams[0].abort()
+    drawn = repr(streams[0]._sealer._numbers)
+    with pytest.raises(BrokenPipeError, match="worker 'b'"):
+        streams[0].send([bytes(1000)], None, _nothing)
+    assert repr(streams[0]._sealer._numbers) == drawn
 
 
 def test_a_peer_that_takes_nothing_in(streams: tuple[SealedStream, SealedStream]) -> None:
@@ -252,7 +267,7 @@ def test_more_over_tls_than_the_handshake_is_refused(sockets: tuple[TlsSocket, T
     one.sendall(b"x" * 10)
     assert other.recv(1) == b"x"
     with pytest.raises(ProtocolError, match="worker 'a' has said more"):
-        sealed_over(other, SECRET, SECRET, "a")
+        sealed_over(other, SECRET, bytes(32), "a")
 
 
 def test_a_secret_is_not_taken_in_clear() -> None:

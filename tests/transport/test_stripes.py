@@ -1,5 +1,6 @@
 """Large messages over several streams: what goes where, what arrives, and what follows when a stream breaks or lies."""
 
+import concurrent.futures
 import functools
 import itertools
 import random
@@ -8,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -106,8 +108,8 @@ class Pair:
         self.arrived = threading.Event()
         for end, sides in zip(self.ends, self.sides, strict=True):
             end.attach(sides, self.threads).on_arrival = self.arrived.set
-        self.ends[0].use_stripes(time.monotonic() + 5)
-        assert receive(self.ends[1], 0.2) == []  # its own business
+        self.ends[0].use_stripes(time.monotonic() + 60)
+        wait_until(lambda: self.ends[1].receive() == [] and self.ends[1]._striped)  # its own business
 
     def close(self) -> None:
         for end in self.ends:
@@ -115,7 +117,7 @@ class Pair:
         self.threads.close()
 
 
-def receive(connection: Connection, seconds: float = 10.0, count: int = 1) -> list[Frame] | None:
+def receive(connection: Connection, seconds: float = 60.0, count: int = 1) -> list[Frame] | None:
     frames: list[Frame] = []
     deadline = time.monotonic() + seconds
     while len(frames) < count and time.monotonic() < deadline:
@@ -153,7 +155,7 @@ def in_thread(act: Callable[[], Any]) -> Iterator[list[Any]]:
     try:
         yield outcome
     finally:
-        thread.join(20)
+        thread.join(100)
         assert not thread.is_alive()
 
 
@@ -210,7 +212,7 @@ def test_a_part_that_comes_late_holds_the_message_back_and_nothing_spins(pair: P
     send = late.send
 
     def send_late(*args: Any) -> None:
-        go.wait(10)
+        go.wait(100)
         send(*args)
 
     late.send = send_late  # type: ignore[method-assign]
@@ -224,11 +226,11 @@ def test_a_part_that_comes_late_holds_the_message_back_and_nothing_spins(pair: P
         wait_until(lambda: b.receive() == [] and b._reader.waiting)
         began = time.monotonic()
         assert not b.stream.readable(0.3)
-        assert 0.25 < time.monotonic() - began < 5
+        assert time.monotonic() - began > 0.25
         assert b.receive() == []
         assert not pair.arrived.is_set()
         go.set()
-        assert pair.arrived.wait(10)
+        assert pair.arrived.wait(60)
         frames = receive(b, count=2)
     assert outcome == [None] and frames is not None
     assert torch.equal(tensors_of(frames[0])[0], x)
@@ -257,7 +259,7 @@ def test_a_stream_that_is_cut_ends_the_connection_on_both_sides(end: int, stream
 
         def send() -> None:
             for _ in range(50):
-                send_tensors(a, x, deadline=time.monotonic() + 10)
+                send_tensors(a, x, deadline=time.monotonic() + 60)
 
         with in_thread(send) as outcome, in_thread(lambda: [read() for _ in range(50) if not is_end(result)]):
             timer.start()
@@ -280,20 +282,22 @@ def test_a_peer_that_reads_nothing_is_given_up_at_the_deadline() -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             send_tensors(a, torch.zeros(64 * 2**20), deadline=time.monotonic() + 0.3)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 40
         assert a.stream.broken  # nothing can follow half a message
 
 
 def test_progress_on_a_side_stream_is_a_sign_of_life() -> None:
     with closing(Pair(2)) as pair:
         a, b = pair.ends
-        before = time.monotonic()
+        before, blocked = time.monotonic(), threading.Event()
+        a.on_blocked = blocked.set
         x = torch.randn(16 * 2**20)
         with in_thread(functools.partial(send_tensors, a, x)):
+            assert blocked.wait(60)  # else it may be read as fast as it is written, and nobody notes when
             assert receive(b)
         assert a.last_progress >= before
         assert b.last_progress >= before
-        assert a.peer_host_answers(5.0)
+        assert a.peer_host_answers(60.0)
         wait_until(lambda: a.delivered)
 
 
@@ -306,7 +310,25 @@ def test_closing_ends_the_streams_and_those_who_wait_at_them() -> None:
     pair.close()
     for side in (*pair.sides[0], *pair.sides[1]):
         wait_until(lambda side=side: side._socket.fileno() < 0)
-    assert not [t for t in threading.enumerate() if t.name.startswith("test-part")]
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("test-part")])
+
+
+def test_the_threads_end_while_one_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, ran = PartThreads("test"), threading.Event()
+    start = threading.Thread.start
+    with ThreadPoolExecutor(1) as other:
+        closed: list[Future[None]] = []
+
+        def start_late(thread: threading.Thread) -> None:
+            if thread.name == "test-part":
+                closed.append(other.submit(threads.close))
+                concurrent.futures.wait(closed, 0.1)
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_late)
+        threads.run(ran.set)
+        closed[0].result(60)
+    assert ran.wait(60)
 
 
 # --- a peer that lies ---
@@ -363,8 +385,9 @@ def test_bytes_that_nobody_announced_are_not_taken_for_the_next_message() -> Non
 
 @pytest.mark.parametrize("way", ["flipped", "exchanged", "from another stream"])
 def test_sealed_pieces_that_were_changed_on_their_way_end_the_connection(
-    way: str, caplog: pytest.LogCaptureFixture
+    way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stripes, "_warned", deque([-60.0] * 3, maxlen=3))  # whatever earlier tests were warned of
     with closing(Pair(3, sealed=True)) as pair:
         a, b = pair.ends
         side, other = pair.sides[0]
@@ -378,15 +401,15 @@ def test_sealed_pieces_that_were_changed_on_their_way_end_the_connection(
 
             side._sealer.seal = flip  # type: ignore[method-assign]
         elif way == "exchanged":
-            side._sealer._number += 1
+            next(side._sealer._numbers)
         else:
             side._sealer, other._sealer = other._sealer, side._sealer
-        with in_thread(functools.partial(send_tensors, a, torch.ones(LARGE // 4), deadline=time.monotonic() + 10)):
+        with in_thread(functools.partial(send_tensors, a, torch.ones(LARGE // 4), deadline=time.monotonic() + 60)):
             try:
                 assert receive(b) is None  # it has ended
-            except SealBroken as error:
-                assert "worker 'a'" in str(error)  # noqa: PT017 - whichever is seen first
-        assert b.stream.broken and pair.sides[1][0].broken
+            except ConnectionError as error:  # whichever is seen first: what broke, or a reset by who still writes
+                assert not isinstance(error, SealBroken) or "worker 'a'" in str(error)  # noqa: PT017
+        wait_until(lambda: b.stream.broken and pair.sides[1][0].broken)
         assert "worker 'a' is not the one that was sealed" in caplog.text
 
 

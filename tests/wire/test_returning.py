@@ -66,16 +66,16 @@ def in_a_thread(x: Tensor) -> Callable[[], None]:
 
     def look(mine: Tensor) -> None:
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
         mine.sum()
 
     thread = threading.Thread(target=look, args=(x,))
     thread.start()
-    begun.wait(10)
+    begun.wait(60)
 
     def end() -> None:
         go_on.set()
-        thread.join(10)
+        thread.join(60)
 
     return end
 

@@ -80,7 +80,7 @@ class Future(torch.futures.Future[T]):
         `rpc.cancelled()`. Returns False, and does nothing, if the call is done, or the future is not that of a call.
 
         Examples:
-            >>> future = rpc.rpc_async("worker1", time.sleep, (0.1,))
+            >>> future = rpc.rpc_async("worker1", time.sleep, (2,))
             >>> future.cancel()
             True
         """

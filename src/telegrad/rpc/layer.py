@@ -155,9 +155,11 @@ class Layers:
         self.wrap_call: list[WrapCall] = []  # of those that do wrap calls
         self.on_plain_reply: Callable[[Callable[[], str], list[torch.Tensor]], list[torch.Tensor]] | None = None
         self.whereabouts: Callable[[Member, int, int, float], str] | None = None
-        # Where peers are not trusted (`rpc/trust/`): what looks at each request before its handler, whether values
-        # travel as plain data alone, and what keeps a record of all that leaves and comes.
+        # Where peers are not trusted (`rpc/trust/`): what looks at each request before its handler, and at each value
+        # before it is kept for a reference, whether values travel as plain data alone, and what keeps a record of all
+        # that leaves and comes.
         self.before_serving: Handler | None = None
+        self.before_keeping: Callable[[Request, int, Any], None] | None = None
         self.plain = False
         self.audit: Any = None
 

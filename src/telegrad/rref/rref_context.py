@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
-from telegrad.errors import RRefError, TelegradError, WorkerDied
+from telegrad.errors import RRefError, TelegradError, TooManyCalls, WorkerDied
 from telegrad.ids import ForkId, PeerId, RRefId, ids_of, maker_of, show_id, worker_id_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import Slot
@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 _SOON = 0.010  # seconds that what is not urgent may wait, to be sent together with others
 _AGAIN = 0.100  # seconds before a message that could not be sent is tried again
+_REFUSED = 1.0  # the same after one was refused because its receiver was told too much in a second
 _MOST_EARLY = 1024  # values that one worker may ask for before they are made
 _MOST_DELETES = 4096  # in one message
 
@@ -68,8 +69,10 @@ class RRefContext(ReferenceHolder):
         self._waiting = 0  # threads that wait for a change
         self._gone: deque[tuple[RRefId, ForkId | None]] = deque()
         self._outbox: deque[act.Send] = deque()
+        self._refused: deque[tuple[PeerId, msg.AnyMessage]] = deque()  # to be said again in a while
         self._sweep_due = False
         self._sweep_now = False
+        self._refused_due = False
 
     def __repr__(self) -> str:
         return f"<RRefContext of {self.agent.info.name!r}: {len(self.owned)} owned, {len(self.used)} used>"
@@ -244,7 +247,7 @@ class RRefContext(ReferenceHolder):
                 message,
                 timeout=0,
                 what=lambda: f"{type(message).__name__} to worker {member.name!r}",
-                complete=partial(self._told, peer),
+                complete=partial(self._told, peer, message),
             )
         except (OSError, TelegradError) as error:
             log.debug("a %s to %s could not be sent: %s", type(message).__name__, member.name, error)
@@ -252,14 +255,31 @@ class RRefContext(ReferenceHolder):
             again = partial(agent.io_threads.submit, partial(self.tell, peer, message))
             agent.timer.at(time.monotonic() + _AGAIN, again)
 
-    def _told(self, peer: PeerId, slot: Slot) -> None:
+    def _told(self, peer: PeerId, message: msg.AnyMessage, slot: Slot) -> None:
         try:
             reply = self.agent.reply_frame(slot).message
+        except TooManyCalls:
+            self._refused.append((peer, message))
+            if not self._refused_due:
+                self._refused_due = True
+                again = partial(self.agent.io_threads.submit, self._tell_again)
+                self.agent.timer.at(time.monotonic() + _REFUSED, again)
+            return
         except Exception as error:  # a death, of which the ledgers hear by themselves
             log.debug("%s: %s", slot.what(), error)
             return
         if type(reply) is msg.RRefAck:
             self.feed(self.used.on_ack, peer, reply.rref_id, reply.fork_id)
+
+    def _tell_again(self) -> None:
+        """Say what was refused once more, deletes together: each message counts."""
+        self._refused_due = False
+        for peer, message in _drain(self._refused):
+            if type(message) is msg.RRefUserDelete:
+                self._outbox.extend(act.SendDelete(peer, *fork) for fork in message.forks)
+            else:
+                self.tell(peer, message)
+        self.sweep()
 
     def on_close(self) -> None:
         """The agent ends; what is left of the handles is of no more use."""

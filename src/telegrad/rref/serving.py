@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from telegrad.errors import ProtocolError, RRefError
+from telegrad.errors import CallRefused, ProtocolError, RRefError
 from telegrad.rpc.layer import Served
 from telegrad.rpc.packing import pack_for
 from telegrad.rpc.request import Request
@@ -58,10 +58,18 @@ def serve_creation(rrefs: RRefContext, request: Request) -> None:
             raise RRefError(f"worker {request.caller.name!r} is known to be dead here; its calls are not run")
         value = rrefs.value_of(call.rref_id)
 
+    keep = agent.layers.before_keeping if creator != rrefs.me else None
+
     # The reply leaves first: whoever gets the value from here knows that its fork is confirmed.
 
     def done(result: Any) -> None:
         agent.reply(request, Ack())
+        if keep is not None:
+            try:
+                keep(request, call.rref_id, result)
+            except CallRefused as error:
+                value.fail(RemoteFailure(request.describe(error)))
+                return
         value.set(result)
 
     def failed(error: BaseException) -> None:

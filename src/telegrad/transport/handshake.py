@@ -59,6 +59,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     sides: int = 0  # how many there will be
     seal: bytes = b""  # for one beside another, over TLS: the secret under which the dialler seals what it sends there
 
+    def __repr__(self) -> str:
+        return _without_secrets(self)
+
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Who answers."""
@@ -73,6 +76,18 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     tcp_connections: int = 1  # how many it takes for one link
     sealed_connections: int = 0  # the same where those beside the first are sealed; 0 if it cannot do that
     seal: bytes = b""  # the answer to a hello with one: the secret of what the listener sends there
+
+    def __repr__(self) -> str:
+        return _without_secrets(self)
+
+
+def _without_secrets(said: Hello | Welcome) -> str:
+    """For logs and debuggers: whether there is a ticket and a seal, and not which."""
+    fields = {name: getattr(said, name) for name in said.__struct_fields__}
+    shown = (
+        f"{name}={'...' if name in ('ticket', 'seal') and value else repr(value)}" for name, value in fields.items()
+    )
+    return f"{type(said).__name__}({', '.join(shown)})"
 
 
 _encode = msgspec.msgpack.Encoder().encode

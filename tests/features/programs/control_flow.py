@@ -145,7 +145,7 @@ def a_call_in_a_done_callback() -> Any:
         done.set()
 
     call_async(doubled, x).add_done_callback(finish)
-    assert done.wait(20)
+    assert done.wait(90)
     return kept("result")
 
 

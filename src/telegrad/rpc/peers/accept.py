@@ -66,8 +66,9 @@ class _HalfOpen:
 
 
 class Acceptor:
-    """Accepts connections. `admit(hello, caller)` says whether one that proved itself is welcome, and as what. One that
-    belongs beside another goes to `beside` before it is told so: its peer may use it at once."""
+    """Accepts connections. `admit(hello, caller)` says whether one that proved itself is welcome, and as what; then it
+    is given to `admitted`, or to `not_admitted` if it could not be told so. One that belongs beside another goes to
+    `beside` before it is told so: its peer may use it at once."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class Acceptor:
         timer: Timer,
         admit: Callable[[Hello, Caller], Welcome],
         admitted: Callable[[Hello, Welcome, Connection], None],
+        not_admitted: Callable[[Hello], None],
         beside: Callable[[Hello, SocketStream], None],
         tls: TlsEnds | None = None,
     ) -> None:
@@ -88,6 +90,7 @@ class Acceptor:
         self._timer = timer
         self._admit = admit
         self._admitted = admitted
+        self._not_admitted = not_admitted
         self._beside = beside
         self._tls = tls
         self._half_open: dict[int, _HalfOpen] = {}
@@ -205,7 +208,7 @@ class Acceptor:
         return False
 
     def _finish(self, fd: int, entry: "_HalfOpen", hello: Hello) -> None:
-        sock, handshake = entry.sock, entry.handshake
+        sock = entry.sock
         encrypted = sock if isinstance(sock, TlsSocket) else None
         if encrypted is not None and self._tls is not None and self._tls.named:
             check_name(encrypted, hello.name)
@@ -223,12 +226,24 @@ class Acceptor:
             if hello.side:
                 self._finish_beside(fd, entry, hello, welcome)
                 return
-            sock.send(handshake.welcome(welcome))
+            try:
+                self._let_in(fd, entry, hello, welcome, lane_socket)
+            except BaseException:
+                self._not_admitted(hello)
+                raise
         except BaseException:
             if lane_socket is not None:
                 lane_socket.close()
             raise
-        self._half_open.pop(fd, None)
+
+    def _let_in(
+        self, fd: int, entry: "_HalfOpen", hello: Hello, welcome: Welcome, lane_socket: socket.socket | None
+    ) -> None:
+        """Tell one that it is welcome, and have it served."""
+        sock = entry.sock
+        sock.send(entry.handshake.welcome(welcome))
+        if self._half_open.get(fd) is not entry or self._half_open.pop(fd, None) is None:
+            raise ConnectionAbortedError("it was dropped while it was let in")
         self._io_threads.forget(fd)
         kind = UNIX if sock.family == socket.AF_UNIX else TCP
         stream = stream_over(sock, kind, lane_over(lane_socket, welcome.shared_memory))

@@ -15,7 +15,7 @@ from telegrad.rpc.client.outcomes import Dialled, Unanswered
 from telegrad.rpc.peers.accept import Acceptor, Caller
 from telegrad.rpc.peers.dial import dial, dial_address, main_fingerprint
 from telegrad.rpc.peers.heartbeat import REDIAL_SECONDS, cannot_answer
-from telegrad.rpc.peers.peers import MOST_OF_ONE, MOST_SESSIONS, Peers
+from telegrad.rpc.peers.peers import Peers
 from telegrad.rpc.peers.widen import Widening
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.workers import Directory, Member
@@ -59,6 +59,7 @@ class Connector:
             runtime.timer,
             self._admit,
             self._admitted,
+            peers.give_back_place,
             self._beside,
             tls,
         )
@@ -158,20 +159,15 @@ class Connector:
         if peers.is_of_another(hello):
             raise AuthenticationError(f"incarnation {hello.incarnation:x} is another's, not of worker {hello.name!r}")
         served = peers.session_for(hello)
-        if served is None:
-            sessions = peers.sessions()
-            if len(sessions) >= MOST_SESSIONS:
-                raise AuthenticationError(f"worker {me.name!r} serves {MOST_SESSIONS} links already")
-            if self._options.exports_only and sum(s.member.name == hello.name for s in sessions) >= MOST_OF_ONE:
-                raise AuthenticationError(f"worker {me.name!r} serves {MOST_OF_ONE} links of {hello.name!r} already")
         if served is not None and not hmac.compare_digest(served.ticket, hello.ticket):
             raise AuthenticationError(f"link {hello.link} of worker {hello.name!r} is another's")
         encrypted = caller.certificate is not None
         if hello.side:
-            wide = sum(s.connection is not None and s.connection.gathering is not None for s in peers.sessions())
-            self._widening.check(hello, served, wide)
+            self._widening.check(hello, served)
         if hello.seal and not (hello.side and encrypted):
             raise AuthenticationError("only a connection beside another can be sealed, and its secret is said over TLS")
+        if not hello.side:  # last: what is kept for it from here on, whoever accepts it gives back
+            peers.keep_place(hello)
         shared = hello.shared_memory and self._options.shared_memory
         return Welcome(
             me.worker_id,
@@ -187,7 +183,7 @@ class Connector:
         )
 
     def _beside(self, hello: Hello, stream: SocketStream) -> None:
-        self._widening.admit(hello, self._peers.session_for(hello), stream)
+        self._widening.admit(hello, self._peers.session_for(hello), stream, self._peers.sessions())
 
     def _admitted(self, hello: Hello, welcome: Welcome, connection: Connection) -> None:
         self._peers.serve(hello, connection, hello.main_module != self._main)

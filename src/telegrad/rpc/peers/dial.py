@@ -4,6 +4,7 @@ The other side is `accept.py`.
 """
 
 import hashlib
+import hmac
 import os
 import socket
 import sys
@@ -147,6 +148,8 @@ def sealed_over(sock: socket.socket | TlsSocket, secret: bytes, peers_secret: by
         raise ProtocolError(f"worker {name!r} says a secret over a connection that is not encrypted")
     if not len(secret) == len(peers_secret) == SECRET_BYTES:
         raise ProtocolError(f"the secret of a connection that is sealed has {SECRET_BYTES} bytes")
+    if hmac.compare_digest(secret, peers_secret):  # or what each end sends would open at that end
+        raise ProtocolError(f"worker {name!r} says the secret that it was told, which is for the other direction alone")
     return SealedStream(sock, TCP, secret, peers_secret, f"worker {name!r}")
 
 

@@ -7,6 +7,7 @@ threads.
 import contextlib
 import functools
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -63,6 +64,8 @@ class Heartbeat(Layer):
         self._peers = peers
         self._beating = False
         self._asking: set[int] = set()  # incarnations that are being asked by `_ask`
+        self._lock = threading.Lock()
+        self._redialling: dict[Connecting, bool] = {}  # and whether a connection was lost since it began
 
     def messages(self) -> Mapping[type[Any], Served]:
         """A ping that is a request: `Ack` is the reply."""
@@ -116,7 +119,11 @@ class Heartbeat(Layer):
         if self._runtime.closing:
             link.close()
         elif self._peers.liveness_of(link.member).connection_lost(time.monotonic()) is Action.REDIAL:
-            self._runtime.io_threads.attend(lambda: self._redial(link))
+            with self._lock:  # one thread for each worker, however many of its connections end
+                redials = link in self._redialling
+                self._redialling[link] = redials
+            if not redials:
+                self._runtime.io_threads.attend(lambda: self._redial(link))
 
     def session_lost(self, session: Session) -> None:
         """A worker that calls this one lost its connection. If it lives it will dial again; if not, we must know."""
@@ -135,6 +142,21 @@ class Heartbeat(Layer):
             self.link_lost(link)
 
     def _redial(self, link: Connecting) -> None:
+        again = True
+        while again:
+            try:
+                self._replace(link)
+            except BaseException:
+                self._redialling.pop(link, None)
+                raise
+            with self._lock:
+                again = self._redialling[link] and not (link.connected or link.dead or self._runtime.closing)
+                self._redialling[link] = False
+                if not again:
+                    del self._redialling[link]
+
+    def _replace(self, link: Connecting) -> None:
+        """Dial until the worker answers or is given up."""
         member, liveness = link.member, self._peers.liveness_of(link.member)
         while not self._runtime.closing and link.dead is None:
             try:

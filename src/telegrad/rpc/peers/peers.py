@@ -4,6 +4,7 @@ A worker that was started again is another one: links, sessions and ends are tho
 it stays gone, whatever is heard of it later, since what it had asked was forgotten with it.
 """
 
+import hmac
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from telegrad.errors import NotInitialized, UnknownWorker, WorkerDied
+from telegrad.errors import AuthenticationError, NotInitialized, UnknownWorker, WorkerDied
 from telegrad.ids import Incarnation, WorkerId, generation_of
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.outcomes import LinkEvents
@@ -79,6 +80,7 @@ class Peers:
         self.by_name: dict[str, Link] = {}
         self._link_numbers = 0
         self._sessions: dict[tuple[int, int, int], Session] = {}
+        self._welcomed: dict[int, Hello] = {}  # by id: callers that are let in, and are not served yet
         self._orphaned: WeakSet[Session] = WeakSet()  # of the dead, as long as something they asked still runs here
         self._dead: dict[int, WorkerDied] = {}  # by incarnation
 
@@ -239,13 +241,37 @@ class Peers:
             callers = [key[0] for key in self._sessions if key[1] == incarnation]
         return any(other != worker_id for other in members + callers)
 
+    def keep_place(self, hello: Hello) -> None:
+        """A caller is about to be told that it is welcome: its link counts from now on, since several may be on their
+        way in, until `serve` or `give_back_place`. AuthenticationError if there are too many."""
+        key = _key(hello)
+        with self._lock:
+            links = {of: session.member.name for of, session in self._sessions.items()}
+            links.update({_key(other): other.name for other in self._welcomed.values()})
+            if key not in links:
+                if len(links) >= MOST_SESSIONS:
+                    raise AuthenticationError(f"worker {self._me.name!r} serves {MOST_SESSIONS} links already")
+                of_one = sum(name == hello.name for name in links.values())
+                if self._runtime.options.exports_only and of_one >= MOST_OF_ONE:
+                    text = f"worker {self._me.name!r} serves {MOST_OF_ONE} links of {hello.name!r} already"
+                    raise AuthenticationError(text)
+            self._welcomed[id(hello)] = hello
+
+    def give_back_place(self, hello: Hello) -> None:
+        """A caller that was welcome is gone before it could be served."""
+        self._welcomed.pop(id(hello), None)
+
     def serve(self, hello: Hello, connection: Connection, main_by_value: bool) -> None:
         """Serve what a caller that was let in asks over a connection, its first or the next."""
         with self._lock:
+            self._welcomed.pop(id(hello), None)
             if hello.incarnation in self._dead:  # found dead between its welcome and now
                 connection.close()
                 return
             session = self._sessions.get(_key(hello))
+            if session is not None and not hmac.compare_digest(session.ticket, hello.ticket):
+                connection.close()  # two began the same link at once: it is the other's
+                return
             if session is None:
                 known = self._directory.by_id(hello.worker_id)
                 if known is None or known.incarnation != hello.incarnation:

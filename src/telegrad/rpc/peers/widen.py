@@ -8,6 +8,7 @@ all are there goes over the first alone. If they cannot be had it stays so, afte
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ from telegrad.wire.parts import MOST_STREAMS
 log = logging.getLogger("telegrad.rpc")
 
 MOST_WIDE = 256  # accepted connections that may have others beside them
+MOST_WIDE_OF_ONE = 4  # of one caller that is not trusted: each may cost 15 descriptors, and as many threads
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 1.0
 
@@ -39,6 +41,7 @@ class Widening:
     def __init__(self, runtime: Runtime, workers_here: Callable[[], int]) -> None:
         self._runtime = runtime
         self._workers_here = workers_here
+        self._lock = threading.Lock()  # of those that accept, while they count
 
     def most(self, encrypted: bool) -> int:
         """How many TCP connections this worker uses for one link."""
@@ -96,8 +99,8 @@ class Widening:
 
     # --- of those that are accepted ---
 
-    def check(self, hello: Hello, session: Session | None, wide: int) -> None:
-        """Raise unless a connection may be put beside the one of that session. `wide` have others already."""
+    def check(self, hello: Hello, session: Session | None) -> None:
+        """Raise unless a connection may be put beside the one of that session."""
         connection = session.connection if session is not None else None
         if connection is None or connection.number != hello.connection or not hello.connection:
             raise AuthenticationError("there is no such connection to put another beside")
@@ -105,14 +108,23 @@ class Widening:
             raise AuthenticationError("no connection can be put there")
         if hello.seal and not can_seal():
             raise AuthenticationError("this worker lacks what opens sealed pieces")
-        if connection.gathering is None and wide >= MOST_WIDE:
-            raise AuthenticationError(f"{MOST_WIDE} connections have others beside them already")
 
-    def admit(self, hello: Hello, session: Session | None, stream: SocketStream) -> None:
-        """Put a connection beside the one of a session."""
+    def admit(self, hello: Hello, session: Session | None, stream: SocketStream, sessions: list[Session]) -> None:
+        """Put a connection beside the one of a session, which is one of `sessions`."""
         connection = session.connection if session is not None else None
-        if connection is None:
+        if connection is None or connection.number != hello.connection:  # it may be the next one by now
             raise AuthenticationError("the connection has ended that this one was to be beside")
-        sides = connection.gather(hello.sides).add(hello.side, stream)
+        with self._lock:  # or several would find room for one
+            if connection.gathering is None:
+                self._check_room(hello.name, sessions)
+            gathering = connection.gather(hello.sides)
+        sides = gathering.add(hello.side, stream)
         if sides is not None:
             self._attach(connection, sides)
+
+    def _check_room(self, name: str, sessions: list[Session]) -> None:
+        wide = [s.member.name for s in sessions if s.connection is not None and s.connection.gathering is not None]
+        if len(wide) >= MOST_WIDE:
+            raise AuthenticationError(f"{MOST_WIDE} connections have others beside them already")
+        if self._runtime.options.exports_only and wide.count(name) >= MOST_WIDE_OF_ONE:
+            raise AuthenticationError(f"{MOST_WIDE_OF_ONE} connections of {name!r} have others beside them already")

@@ -32,7 +32,8 @@ class StuckThreads:
         self._was_full = False
 
     def wake(self) -> None:
-        """A session is being served: look for a while. Called by many threads; a race costs one more look."""
+        """A session is being served, and says so itself: look for a while. Called by many threads; a race costs one
+        more look."""
         if not self._looking:
             self._looking = True
             self._quiet = 0
@@ -56,6 +57,9 @@ class StuckThreads:
             self._runtime.timer.at(time.monotonic() + self._pause, self._look)
         else:
             self._looking = False
+            # One that began after it was looked at above may have found that this goes on, and woken nobody.
+            if any(session.relieve() is not None for session in self._sessions()):
+                self.wake()
 
     def start(self) -> None:
         """Tell callers from now on, twice in each heartbeat, when no thread is left for what they ask."""

@@ -34,7 +34,8 @@ class Limits(NamedTuple):
         contexts: autograd contexts it may have open here.
         context_calls: calls it may make in one of them: each is kept for the backward pass.
         kept_bytes: bytes of results that are kept until it has said that they arrived; so many again of arguments of
-            its calls that are under way, and of its calls in open contexts.
+            its calls that are under way, of its calls in open contexts, and of what its references keep: tensors, each
+            storage once, text and bytes, in containers and dataclasses.
         patience: seconds that this worker waits for it to take in an answer.
 
     Examples:

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from telegrad.errors import CallRefused
+from telegrad.errors import CallRefused, TooManyCalls
 from telegrad.ids import worker_id_of, worker_of
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.request import Request
 from telegrad.rpc.trust.audit import Audit
 from telegrad.rpc.trust.exports import Limits, find_export
+from telegrad.rpc.trust.held import held_by
 from telegrad.rpc.trust.rate import TokenBucket
 from telegrad.wire.messages import (
     AbortPass,
@@ -82,13 +83,14 @@ class _Peer:
 
     def __init__(self, limits: Limits) -> None:
         self.rate = TokenBucket(limits.calls_per_second, 2 * limits.calls_per_second)
-        # Of its own: what is refused is not said again, and would be kept for ever. There are no more of these than of
-        # the calls that made what they let go of.
+        # Of its own, so that who calls as often as it may can still let go. There are no more of these than of the
+        # calls that made what they let go of.
         self.letting_go = TokenBucket(limits.calls_per_second, 2 * limits.calls_per_second)
         self.recorded = TokenBucket(1.0, 10.0)  # refusals for asking too often, of which a record is kept
         self.left_out = 0  # and those of which none was
         self.sessions: WeakSet[Any] = WeakSet()
         self.references: dict[int, int] = {}  # with the fork that each was made for
+        self.held: dict[int, dict[int, int]] = {}  # by reference: bytes of its value by what has them
         self.contexts: dict[int, list[int]] = {}  # for each how many calls it made in it, with how many bytes
         self.arguments: dict[tuple[int, int], int] = {}  # bytes of the large ones, by session and request
 
@@ -103,9 +105,11 @@ class Guard:
         self._peers: dict[str, _Peer] = {}
 
     def check_rate(self, request: Request) -> None:
-        """Raise CallRefused if its sender asks too often. Before anything is written down about the request: of many
+        """Raise TooManyCalls if its sender asks too often. Before anything is written down about the request: of many
         such refusals one a second is recorded, with the number of the others."""
         peer, limits = self._peer(request.caller), self.limits
+        if type(request.message) is CleanupAutogradContext and self._is_shared(request.message, request.caller):
+            return  # once, since then it has ended; were it refused, nobody would end it
         if (peer.letting_go if type(request.message) is RRefUserDelete else peer.rate).take():
             return
         others = ""
@@ -115,7 +119,7 @@ class Guard:
             peer.left_out += 1
             request.recorded = False
         text = f"rule 'calls_per_second': more than {limits.calls_per_second:g}; ask again later{others}"
-        raise CallRefused(text)
+        raise TooManyCalls(text)
 
     def check(self, request: Request) -> None:
         """Raise CallRefused unless the rules allow a request."""
@@ -209,9 +213,32 @@ class Guard:
             if len(peer.references) >= self.limits.references and holder is not None:
                 # Whether one is gone the ledger knows: that its holder says so is not enough.
                 peer.references = {rref: fork for rref, fork in peer.references.items() if holder.keeps(rref)}
+            if not again and sum(self._held_for(peer).values()) >= self.limits.kept_bytes:
+                raise CallRefused(self._too_much_is_held())
             if len(peer.references) >= self.limits.references:
                 raise CallRefused(f"rule 'references': {self.limits.references} results are kept for you already")
             peer.references[rref_id] = fork_id
+
+    def keep(self, request: Request, rref_id: int, value: Any) -> None:
+        """A value was made that is to be kept for a reference. CallRefused if that is more than its peer may have."""
+        peer, held = self._peer(request.caller), held_by(value)
+        with self._lock:
+            if sum({**self._held_for(peer), **held}.values()) > self.limits.kept_bytes:
+                raise CallRefused(self._too_much_is_held())
+            peer.held[rref_id] = held
+
+    def _held_for(self, peer: _Peer) -> dict[int, int]:
+        """Under the lock: bytes of the values that are kept for a peer's references, each storage once."""
+        holder = self._agent.layers.find(ReferenceHolder)
+        if holder is not None:
+            peer.held = {rref: held for rref, held in peer.held.items() if holder.keeps(rref)}
+        together: dict[int, int] = {}
+        for held in peer.held.values():
+            together.update(held)
+        return together
+
+    def _too_much_is_held(self) -> str:
+        return f"rule 'kept_bytes': values of your references hold {self.limits.kept_bytes} bytes; let go of some"
 
     def _check_context(self, peer: _Peer, context_id: int, nbytes: int) -> None:
         """A call in a context, which keeps what the call brought until it ends."""
@@ -246,6 +273,12 @@ class Guard:
         elif type(message) in _OVER_CONTEXTS and self._agent.directory.by_id(message.root) is None:
             raise CallRefused(f"rule 'own contexts': worker {message.root}, the root of the pass, is not known here")
 
+    def _is_shared(self, message: CleanupAutogradContext, caller: "Member") -> bool:
+        """Whether both have a part in the context."""
+        holder = self._agent.layers.find(ContextHolder)
+        known = holder is not None and holder.get(message.context_id) is not None
+        return known and holder is not None and holder.has_part(message.context_id, caller.worker_id)
+
     def _has_part(self, context_id: int) -> bool:
         holder = self._agent.layers.find(ContextHolder)
         return holder is not None and holder.get(context_id) is not None
@@ -269,6 +302,7 @@ def install_guard(agent: "Agent") -> None:
 
     if guard is not None or audit is not None:
         layers.before_serving = look
+    layers.before_keeping = None if guard is None else guard.keep
     layers.plain, layers.audit = guard is not None, audit
 
 

@@ -15,7 +15,8 @@ proved itself. After that nothing goes over TLS any more: the socket carries pie
 
 The size of a part follows from the header of its message, which came over TLS on the main connection
 (`wire/parts.py`): there is no length that a stranger could change. A key belongs to one direction of one connection
-and the number of a piece never repeats, so no nonce is used twice. The receiver counts as well: a piece that was
+and the number of a piece never repeats, so no nonce is used twice: a new connection has new secrets, two of which are
+never the same, and on one that broke nothing is sealed any more. The receiver counts as well: a piece that was
 changed, repeated, left out, exchanged with another, or comes from another connection or from the other direction does
 not open, and neither does one of a part of another size. Nothing of a message is given out before all of its pieces
 have opened. After the first that does not, the connection ends.
@@ -27,6 +28,7 @@ a piece with one try below 2**-112. TLS 1.3 asks for a new key after about 360 G
 import functools
 import hmac
 import importlib
+import itertools
 import os
 import struct
 from typing import Any
@@ -62,13 +64,14 @@ def fresh_secret() -> bytes:
 
 
 class _Direction:
-    """One direction of a connection: the key in use, and the number of the next piece. One thread at a time."""
+    """One direction of a connection: the key in use, and the number of the next piece. One thread at a time; and if
+    two there were, no number would be drawn twice."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"the secret of a direction has {SECRET_BYTES} bytes, not {len(secret)}")
         self._secret = secret
-        self._number = 0
+        self._numbers = itertools.count()
         self._new_key()
 
     def _new_key(self) -> None:
@@ -76,11 +79,10 @@ class _Direction:
 
     def _next(self) -> tuple[Any, bytes]:
         """Key and nonce of the next piece."""
-        number = self._number
+        number = next(self._numbers)  # one step under the GIL
         if number and number % PIECES_PER_KEY == 0:
             self._secret = hmac.digest(self._secret, b"telegrad seal: next", "sha256")
             self._new_key()
-        self._number = number + 1
         return self._cipher, _NONCE.pack(0, number)
 
 

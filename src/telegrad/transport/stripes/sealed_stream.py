@@ -36,6 +36,8 @@ class SealedStream(SocketStream):
 
     def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
         """Write a part, all of it. TimeoutError at the deadline, after which nothing can follow."""
+        if self.broken:
+            raise BrokenPipeError(f"the connection to {self._peer} has ended in the middle of a message")
         left = sum(map(len, buffers))
         sealed = _take_buffer()
         try:

@@ -31,15 +31,13 @@ class PartThreads:
             if self._closed:
                 raise RuntimeError("the threads for large messages have ended with their worker")
             self._idle -= 1
-            new = None
-            if self._idle < 0:
-                self._idle = 0
-                new = threading.Thread(target=self._work, args=(task,), name=self._name, daemon=True)
-                self._threads.add(new)
-        if new is None:
-            self._tasks.put(task)
-        else:
-            new.start()
+            if self._idle >= 0:
+                self._tasks.put(task)
+                return
+            self._idle = 0
+            new = threading.Thread(target=self._work, args=(task,), name=self._name, daemon=True)
+            new.start()  # under the lock: `close` waits for threads, which it cannot for one that has yet to start
+            self._threads.add(new)
 
     def _work(self, task: Task | None) -> None:
         while task is not None:

@@ -1,0 +1,81 @@
+"""Lost connections to one worker: one thread dials it again, however many there were."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from telegrad.rpc.peers.heartbeat import Heartbeat
+from telegrad.rpc.peers.liveness import Liveness
+
+
+class FakeLink:
+    """A link whose dials do what the test says."""
+
+    def __init__(self, *dials: Callable[["FakeLink"], None]) -> None:
+        self.member = SimpleNamespace(name="worker1", host="another host", pid=1)
+        self.connected, self.dead = False, None
+        self.dials = list(dials)
+
+    def resume(self, deadline: float) -> None:
+        self.connected = True
+        self.dials.pop(0)(self)
+
+
+@pytest.fixture
+def tasks() -> list[Callable[[], None]]:
+    return []
+
+
+@pytest.fixture
+def heartbeat(tasks: list[Callable[[], None]]) -> Heartbeat:
+    threads = SimpleNamespace(attend=tasks.append)
+    runtime: Any = SimpleNamespace(closing=False, patience=3.0, io_threads=threads)
+    liveness = Liveness(1.0, 3.0)
+    peers: Any = SimpleNamespace(liveness_of=lambda member: liveness)
+    return Heartbeat(runtime, None, None, peers)  # type: ignore[arg-type]
+
+
+def nothing(link: FakeLink) -> None:
+    pass
+
+
+def test_one_thread_dials_for_all_that_were_lost(heartbeat: Heartbeat, tasks: list[Callable[[], None]]) -> None:
+    """A party that closes one connection after the other would have a thread for each, until it is reached."""
+    link: Any = FakeLink(nothing, nothing)
+    for _ in range(64):
+        heartbeat.link_lost(link)
+    assert len(tasks) == 1
+    tasks.pop()()
+    assert len(link.dials) == 1 and not heartbeat._redialling
+    link.connected = False
+    heartbeat.link_lost(link)
+    assert len(tasks) == 1
+
+
+def test_one_that_is_lost_again_before_the_thread_ends_is_dialled_again(
+    heartbeat: Heartbeat, tasks: list[Callable[[], None]]
+) -> None:
+    def lose(link: FakeLink) -> None:
+        link.connected = False
+        heartbeat.link_lost(link)  # type: ignore[arg-type]
+
+    link: Any = FakeLink(lose, lose, nothing)
+    heartbeat.link_lost(link)
+    tasks.pop()()
+    assert link.connected and not link.dials and not tasks and not heartbeat._redialling
+
+
+def test_an_error_does_not_leave_it_without_anybody_who_dials(
+    heartbeat: Heartbeat, tasks: list[Callable[[], None]]
+) -> None:
+    def fail(link: FakeLink) -> None:
+        raise ZeroDivisionError
+
+    link: Any = FakeLink(fail)
+    heartbeat.link_lost(link)
+    with pytest.raises(ZeroDivisionError):
+        tasks.pop()()
+    heartbeat.link_lost(link)
+    assert len(tasks) == 1
