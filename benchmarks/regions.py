@@ -5,13 +5,18 @@
 - `one send, 3 nodes`: what each pass pays at least; beside a bare `torch.autograd.grad`.
 - `independent`: 50 Sends, each over a graph of its own down to shared leaves, heard one after the other.
 - `nested`: 50 Sends along one chain, heard from its end; each region leads to the next and waits for it.
-- `nested, with Recvs`: the same, with a Recv in each region, so each is cut off from the next and runs at once.
+- `nested, with Recvs`: the same, with a Recv in each region, so each runs at once. A peer, here another thread, is
+  told by the Recv and answers with the gradient of the next Send, for which the engine call waits.
+- `the same, peer is late`: its answer always comes later than that, so each region is cut off from the next.
 """
 
 import gc
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -31,10 +36,16 @@ def main() -> None:
     print(f"{'graph':24}{'torch':>12}{'telegrad':>12}{'more':>9}")
     torch_us, our_us = small_pass()
     print(f"{'one send, 3 nodes':24}{torch_us:9.1f} us{our_us:9.1f} us{our_us - torch_us:6.1f} us")
-    cases = {"independent": independent, "nested": nested, "nested, with Recvs": lambda: nested(with_recvs=True)}
-    for name, make in cases.items():
+    with_recvs = partial(nested, with_recvs=True)
+    cases: dict[str, tuple[Callable[[], Graph], Callable[[Graph], None]]] = {
+        "independent": (independent, in_local_pass),
+        "nested": (nested, in_local_pass),
+        "nested, with Recvs": (with_recvs, with_peer),
+        "the same, peer is late": (with_recvs, in_local_pass),
+    }
+    for name, (make, run) in cases.items():
         torch_ms = median_ms(make, in_torch)
-        our_ms = median_ms(make, in_local_pass)
+        our_ms = median_ms(make, run)
         print(f"{name:24}{torch_ms:9.1f} ms{our_ms:9.1f} ms{our_ms / torch_ms - 1:8.0%}")
 
 
@@ -104,6 +115,35 @@ def in_local_pass(graph: Graph) -> None:
     for number in edges:
         pass_.hear(number, [torch.ones(8)])
         pass_.run()
+    assert pass_.done
+
+
+def with_peer(graph: Graph) -> None:
+    """As `in_local_pass`, but each Send is heard when the Recv in front of it has told a peer."""
+    sent, recvs, _ = graph
+    told: SimpleQueue[object] = SimpleQueue()
+
+    class ToPeer(LocalPass[int]):
+        def deliver(self, recv: RecvNode, gradients: object) -> None:
+            told.put(recv)
+
+    pass_ = ToPeer(retain_graph=False)
+
+    def answer() -> None:
+        for number in range(1, len(sent)):
+            told.get()
+            pass_.hear(number, [torch.ones(8)])
+            pass_.run()
+
+    peer = threading.Thread(target=answer)
+    peer.start()
+    pass_.start(
+        {number: Roots((get_gradient_edge(tensor),), []) for number, tensor in enumerate(sent)},
+        {recv.node: recv for recv in recvs},
+    )
+    pass_.hear(0, [torch.ones(8)])
+    pass_.run()
+    peer.join()
     assert pass_.done
 
 

@@ -18,8 +18,11 @@ from telegrad import rpc
 from telegrad.errors import RpcTimeout, ShutdownError, WorkerDied
 from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.server.answers import MOST_RUNNING
+from telegrad.wire.frames import NOTICE
+from telegrad.wire.messages import Ping
 from tests.cluster import cluster, end, join, process, serve
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -139,6 +142,41 @@ async def wait_for_the_gate() -> int:
 async def open_the_gate() -> int:
     _gate.set()
     return max(session.running for session in require_agent().peers.sessions())
+
+
+def take_the_pen(held: str, free: str) -> None:
+    """Keep anybody on this worker from writing to its caller until a file is there, as a reply does that the caller
+    does not read."""
+    connection = max((s.connection for s in require_agent().peers.sessions()), key=lambda c: c is not None)
+    assert connection is not None
+    with connection._write_lock:
+        Path(held).touch()
+        wait_until(Path(free).exists, 120)
+
+
+def leave_a_mark(path: str) -> None:
+    Path(path).touch()
+
+
+def test_a_caller_that_does_not_read_is_served_all_the_same(tmp_path: Path) -> None:
+    """Replies that came together are held back to share a write. That has to wait here; the timer must not, which
+    finds the thread that waits for it, nor the requests that come behind."""
+    held, free, mark = tmp_path / "held", tmp_path / "free", tmp_path / "mark"
+    with cluster(2, heartbeat=0):
+        asked = [rpc.rpc_async("worker1", take_the_pen, args=(str(held), str(free)), timeout=150)]
+        wait_until(held.exists)
+        try:
+            connection = require_agent().links["worker1"].current
+            assert connection is not None
+            for _ in range(2):
+                connection.send(NOTICE, 0, 0, Ping(), hold=True)
+            connection.flush()  # both are read at once: the first answer waits for the second, which is written
+            asked.append(rpc.rpc_async("worker1", leave_a_mark, args=(str(mark),), timeout=150))
+            wait_until(mark.exists)
+        finally:
+            free.touch()
+        for future in asked:
+            future.wait()
 
 
 def threads_here() -> int:

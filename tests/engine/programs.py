@@ -104,6 +104,42 @@ def programs(draw: st.DrawFn) -> Program:
     return Program(leaves, received, operations, sends, heard, order, run_after, draw(st.booleans()))
 
 
+@st.composite
+def chains(draw: st.DrawFn) -> Program:
+    """Sends that mostly lie one behind the other, with a Recv between them, heard mostly from the last: what a peer
+    does that is called in a loop. Now and then one of them is elsewhere, sends two tensors, or is heard out of turn."""
+    often, mostly = st.sampled_from([True, True, False]), st.sampled_from([True] * 6 + [False])
+    leaves, length = draw(st.integers(1, 2)), draw(st.integers(3, 6))
+    received = [draw(st.integers(1, 2)) for _ in range(length)]
+    first = [leaves + sum(received[:number]) for number in range(length)]
+    count = leaves + sum(received)
+    end = 0
+    operations: list[tuple[str, int, int]] = []
+    sends = []
+    for number in range(length):
+        here = [end, first[number], draw(st.integers(0, leaves - 1))]
+        for name in draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4)):
+            left = here[-1] if draw(often) else draw(st.sampled_from(here))
+            operations.append((name, left, draw(st.sampled_from(here))))
+            here += range(count, count + (2 if name in {"split", "swap"} else 1))
+            count = here[-1] + 1
+        if draw(mostly):  # lead on
+            operations.append((draw(st.sampled_from(["add", "mul"])), here[-1], end))
+            here.append(count)
+            count += 1
+        if draw(mostly):
+            operations.append((draw(st.sampled_from(["add", "mul", "swap"])), here[-1], first[number]))
+            here += range(count, count + (2 if operations[-1][0] == "swap" else 1))
+            count = here[-1] + 1
+        end = here[-1]
+        sends.append([end] if draw(mostly) else [draw(st.sampled_from(here)), end])
+    hears = st.sampled_from([[True, True]] * 8 + [[True, False], [False, True], None])
+    heard = [chosen and chosen[: len(send)] for send, chosen in ((send, draw(hears)) for send in sends)]
+    order = list(range(length))[::-1] if draw(often) else draw(st.permutations(range(length)))
+    run_after = [draw(mostly) for _ in sends]
+    return Program(leaves, received, operations, sends, heard, order, run_after, draw(st.booleans()))
+
+
 def build(program: Program) -> Built:
     built = Built()
     for number in range(program.leaves):
@@ -195,8 +231,10 @@ def in_one_call(program: Program, built: Built, retain_graph: bool = False) -> O
     return grads, {number: nothing_is_none(gradients) for number, gradients in left.items()}, sorted_log(built)
 
 
-def in_local_pass(program: Program, built: Built, retain_graph: bool = False) -> Outcome:
-    """The same through `LocalPass`, heard in the program's order; the first perhaps with the start."""
+def in_local_pass(program: Program, built: Built, retain_graph: bool = False, waits: bool = False) -> Outcome:
+    """The same through `LocalPass`, heard in the program's order; the first perhaps with the start. If it `waits`, what
+    is next is heard while an engine call waits for it, unless the program does not run after it: then it waits in
+    vain."""
     left: dict[int, Any] = {}
 
     def deliver(key: int, gradients: Gradients | None) -> None:
@@ -207,14 +245,25 @@ def in_local_pass(program: Program, built: Built, retain_graph: bool = False) ->
         send: [get_gradient_edge(built.tensors[tensor]) for tensor in tensors]
         for send, tensors in enumerate(program.sends)
     }
-    pass_ = Alone(edges, dict(enumerate(built.recvs)), retain_graph=retain_graph, deliver=deliver)
     order = list(zip(program.order, program.run_after, strict=True))
+
+    def hear_next(pass_: Alone[int]) -> bool:
+        if not order or not order[0][1]:
+            return False
+        send, _ = order.pop(0)
+        pass_.hear(send, gradients_for(program, built, send))
+        return True
+
+    pass_: Alone[int] = Alone(edges, dict(enumerate(built.recvs)), retain_graph=retain_graph, deliver=deliver)
+    if waits:
+        pass_.while_waiting(hear_next)
     if order and order[0][1]:  # as a pass does that begins with gradients
         first, _ = order.pop(0)
         pass_.walk((first, gradients_for(program, built, first)))
     else:
         pass_.walk()
-    for send, run in order:
+    while order:
+        send, run = order.pop(0)
         pass_.hear(send, gradients_for(program, built, send))
         if run:
             pass_.run()

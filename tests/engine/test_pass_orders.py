@@ -84,6 +84,7 @@ class World:
         self.context_id: ContextId = self.root.registry.open().context_id
         self.late_calls: deque[Callable[[], None]] = deque()  # messages of calls that have yet to arrive
         self.position = ""  # where the root waits
+        self.gone_on = 0  # how often something happened while it waited inside an engine call
         self.over: BaseException | None = None  # why the test does not follow this world any further
         self.pass_: RootPass | None = None
         for worker in self.workers:
@@ -169,6 +170,18 @@ class World:
             raise
         found[self.chance.choose(list(found))]()
 
+    def wait_for_more(self, more: Wakeup, seconds: float) -> bool:
+        """The root waits inside an engine call: for any time."""
+        position, self.position = self.position, "what follows"
+        try:
+            if self.chance.choose(["it waits", "it has waited long enough"]) == "it waits":
+                self.step()
+                self.gone_on += 1
+                return True
+            return False
+        finally:
+            self.position = position
+
     def until_done(self, slot: Slot) -> None:
         while not slot.done:
             self.step()
@@ -188,6 +201,8 @@ class World:
         try:
             self.pass_ = pass_ = self.root.service.open(self.root.context, False, 600.0)
             pass_.new_wakeup = lambda: Step(self)
+            pass_.stages_from, pass_.patience = 0, 60.0
+            pass_.wait_for_more = self.wait_for_more  # type: ignore[method-assign] # with a world that goes on meanwhile
             pass_.begin(roots=Roots((get_gradient_edge(root),), [torch.ones_like(root)]))
             pass_.wait()
             return None
@@ -270,6 +285,15 @@ def a_late_call(world: World, x: Tensor) -> tuple[Tensor, dict[str, float]]:
     return found
 
 
+def a_loop(world: World, x: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Two calls, one after the other, each with what the one before returned and with its own input added."""
+    w0, w1 = world.workers[:2]
+    first = x * w0.weight
+    second = first + world.carry(w1, w0, world.carry(w0, w1, first) * w1.weight)
+    third = second + world.carry(w1, w0, world.carry(w0, w1, second) * w1.weight)
+    return third, {"x": 32.0, "w0": 16.0, "w1": 16.0}
+
+
 SCENARIOS: dict[str, tuple[Forward, int]] = {
     "there and back": (there_and_back, 2),
     "through a third": (through_a_third, 3),
@@ -277,6 +301,7 @@ SCENARIOS: dict[str, tuple[Forward, int]] = {
     "the root does not know one": (root_does_not_know_one, 3),
     "a ring": (a_ring, 3),
     "a late call": (a_late_call, 2),
+    "a loop": (a_loop, 2),
 }
 
 # What a pass asks of its agent.
@@ -314,15 +339,20 @@ MOST_ORDERS = [("a ring", "w1"), ("a ring", "w2"), ("through a third", "w1")]
 def test_every_order(name: str, victim: str | None) -> None:
     forward, size = SCENARIOS[name]
 
+    waited = 0
+
     def run(chance: Chance) -> None:
+        nonlocal waited
         world = World(chance, size, victim)
         x = torch.ones(1, requires_grad=True)
         root, expected = forward(world, x)
         error = world.backward(root)
+        waited += world.gone_on
         world.drain()
         check(world, x, expected, error)
 
     assert explore(run) > 0
+    assert (waited > 0) == (name == "a loop")
 
 
 def check(world: World, x: Tensor, expected: dict[str, float], error: BaseException | None) -> None:

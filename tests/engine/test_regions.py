@@ -179,3 +179,53 @@ def test_a_thousand_nested_sends_cost_little() -> None:
         while (batch := plan.take()) is not None:
             ran += len(batch.nodes)
     assert ran <= count
+
+
+def loop_of_calls(*, recvs: str) -> Plan[int, str]:
+    """Sends 0 to 4, each in front of the next: f, which leads on to k and aside to r."""
+    graph: dict[str, tuple[tuple[str, int], ...]] = {"end": ()}
+    for number in range(5):
+        graph |= {f"f{number}": ((f"r{number}", 0), (f"f{number + 1}" if number < 4 else "end", 0))}
+        graph |= {f"r{number}": (("end", 0),)}
+    plan = Plan(graph, {number: [f"f{number}"] for number in range(5)}, recvs=[f"r{number}" for number in recvs])
+    plan.stages_from = 0
+    plan.heard(0)
+    return plan
+
+
+def test_regions_one_behind_the_other_are_stages_of_one_batch() -> None:
+    plan = loop_of_calls(recvs="01234")
+    batch = plan.take()
+    assert batch is not None and batch.way is Way.CUT and set(batch.nodes) == {"f0", "r0"}
+    assert [(stage.sends, set(stage.nodes), stage.recvs, stage.behind) for stage in batch.stages] == [
+        ([number], {f"f{number}", f"r{number}"}, [f"r{number}"], 10 - 2 * number) for number in (1, 2, 3)
+    ]
+    plan.heard(1)
+    plan.follow(batch.stages[0])
+    assert plan.take() is None, "it has run"
+    plan.heard(2)
+    follows = plan.take()
+    assert follows is not None and set(follows.nodes) == {"f2", "r2"} and [s.sends for s in follows.stages] == [[3]]
+
+
+def test_a_part_without_a_recv_is_a_stage_with_what_follows_it() -> None:
+    batch = loop_of_calls(recvs="03").take()
+    assert batch is not None
+    (stage,) = batch.stages
+    assert sorted(map(int, map(str, stage.sends))) == [1, 2, 3] and len(stage.nodes) == 6 and stage.recvs == ["r3"]
+
+
+def test_few_nodes_behind_are_no_stage() -> None:
+    plan = loop_of_calls(recvs="01234")
+    plan.stages_from = 5
+    batch = plan.take()
+    assert batch is not None and [stage.sends for stage in batch.stages] == [[1], [2]]
+
+
+def test_regions_side_by_side_are_no_stages() -> None:
+    graph = {"p": (("x", 0), ("y", 0)), "x": (("q", 0),), "y": (("q", 0),), "q": (("leaf", 0),), "leaf": ()}
+    plan = Plan(graph, {0: ["p"], 1: ["x"], 2: ["y"]}, recvs=["p", "x", "y"])
+    plan.stages_from = 0
+    plan.heard(0)
+    batch = plan.take()
+    assert batch is not None and batch.way is Way.CUT and not batch.stages

@@ -26,6 +26,8 @@ from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.request import Request
+from telegrad.rpc.threads.wakeup import Wakeup
+from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.wire.codec import Packed
 from telegrad.wire.messages import AnyMessage
 
@@ -170,6 +172,14 @@ class Pass(LocalPass[MessageId]):
                 self.fail(error)
 
     # --- hearing and telling ---
+
+    def wait_for_more(self, more: Wakeup, seconds: float) -> bool:
+        """Sleep until more is heard, inside an engine call: another thread serves this one's link meanwhile."""
+        if self.to_invite:  # what is awaited may wait for these
+            self._invite_rest()
+        with blocking():
+            more.wait(seconds)
+        return True
 
     def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
         """A Send of this worker has its gradients, which fit it (`PassService.check`), or none will come: `hear` and

@@ -5,7 +5,7 @@ error that ended the pass there. The first error ends the pass everywhere.
 """
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from telegrad.autograd.context import Context
@@ -37,7 +37,6 @@ class RootPass(Pass):
     _waiting = False
     _told_of_error = False
     _news: Wakeup | None = None  # made by the root before it sleeps; set when something was settled
-    new_wakeup: Callable[[], Wakeup] = Wakeup  # what makes it; tests put in one that lets their world go on
 
     def __init__(
         self, service: "PassService", context: Context, pass_id: PassId, retain_graph: bool, timeout: float
@@ -114,6 +113,14 @@ class RootPass(Pass):
             raise AutogradError(f"more gradients came with an answer than it names: {reply.gradients}")
 
     # --- waiting ---
+
+    def wait_for_more(self, more: Wakeup, seconds: float) -> bool:
+        """Sleep in the midst of the pass, before `wait` comes for the replies: the I/O threads look after them."""
+        if not self._waiting:
+            self._waiting = True
+            for slot in self._asked + self._invited:
+                slot.link.expect()
+        return Pass.wait_for_more(self, more, min(seconds, self._deadline - time.monotonic()))
 
     def wait(self) -> None:
         """Return when all are done; raise the error that ended the pass, or RpcTimeout."""

@@ -35,6 +35,8 @@ log = logging.getLogger("telegrad.transport")
 SMALL_FRAME = 64 * 1024  # bytes up to which a message is one piece, and can share a write
 SMALL_PAYLOAD = 32 * 1024  # bytes up to which it usually is one, with the small tensors that may come along
 _HOLD_UP_TO = 64  # small frames that may wait for one write
+_MOMENT = 0.002  # seconds that a message takes to be written, if nobody is slow
+_FOREVER = float("inf")
 
 _first_side = threading.Lock()  # of any connection
 
@@ -236,10 +238,16 @@ class Connection:
             self._write_lock.release()
 
     def _wait_to_write(self, deadline: float | None) -> None:
-        if deadline is None:
-            self._write_lock.acquire()
-        elif not self._write_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise TimeoutError("another message is still being written to the peer, which does not read it")
+        """Another thread is writing. Usually it is done in a moment; else the peer does not read, perhaps until what it
+        sends is read, and this may be the thread that does so."""
+        left = _FOREVER if deadline is None else max(0.0, deadline - time.monotonic())
+        if self._write_lock.acquire(timeout=min(left, _MOMENT)):
+            return
+        if left > _MOMENT:
+            self.on_blocked()
+            if self._write_lock.acquire(timeout=-1 if deadline is None else left - _MOMENT):
+                return
+        raise TimeoutError("another message is still being written to the peer, which does not read it")
 
     def _tell(self, message: AnyMessage) -> None:
         """Have a notice written before anything that is sent from now on."""

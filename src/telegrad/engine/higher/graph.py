@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Taker, taker
-from telegrad.engine.local.graph import Entered, Graph, Root
+from telegrad.engine.local.graph import Entered, Graph
 from telegrad.engine.local.leaves import LeafSums, hooks_held, variable_of
+from telegrad.engine.local.stages import Root
 
 
 @functools.cache
@@ -29,6 +30,7 @@ class RecordedGraph(Graph):
     """As `Graph`, with what a higher order needs. `captured` gets the gradients of `inputs`, by their keys."""
 
     __slots__ = ("_create_graph", "_handles", "_inner", "_only", "_wanted", "captured")
+    may_wait = False  # a stand-in has no graph of its own
 
     def __init__(
         self,
@@ -153,11 +155,11 @@ class RecordedGraph(Graph):
         with hooks_held([self.leaves[leaf] for leaf in leaves], first):
             return self._call(roots, wanted, False)[: len(leaves)]
 
-    def _run_to(self, stop: GradientEdge, roots: list[Root]) -> None:
+    def _run_to(self, gates: Sequence[GradientEdge], roots: list[Root]) -> None:
         if not self._only:
-            super()._run_to(stop, roots)
+            super()._run_to(gates, roots)
         else:  # the engine leaves out what leads to nothing that it is asked for
-            self._ask(list(self.leaves), [*roots, (stop, torch.empty(0))])
+            self._ask(list(self.leaves), [*roots, *[(gate, torch.empty(0)) for gate in gates]])
 
 
 class RecordedSums(LeafSums):

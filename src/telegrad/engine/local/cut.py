@@ -4,15 +4,18 @@ The engine takes ready nodes by falling sequence number. For the call, the nodes
 above them stands a node whose backward raises: it comes when everything inside has run, and before anything outside.
 Raising from a node of its own, not from a hook of the last node inside, lets that one, too, release what it saved.
 
+In the same way the inside can be divided into stages that run one after the other. Before the first nodes of each
+stands a gate, again a node of our own, whose backward decides whether the call goes on or ends there (`stages.py`).
+
 The number orders nodes and does nothing else, and it is given back after the call. Two calls that order the same nodes
 differently must not overlap: the caller claims them. Leaves need no claim. They are outside of every cut, so those that
 overlap agree, and the last one gives the number back; to any other call the order of a leaf makes no difference.
 """
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,33 +25,45 @@ from telegrad.autograd.functions import ANCHOR, anchored
 
 _LAST, _OUTSIDE, _STOP, _INSIDE = range(4)  # sequence numbers, taken from the highest to the lowest
 
+Gate = tuple[Callable[[], None], Collection[Any]]  # what is called before these nodes run
+
 
 @contextmanager
-def cut_before(outside: Collection[Any], leaves: Collection[Any], inside: Collection[Any]) -> Iterator[GradientEdge]:
-    """Within, an engine call with the edge yielded among its roots runs the nodes `inside` and ends before `outside`
-    and before `leaves`, the nodes of leaf tensors.
+def cut_before(
+    outside: Collection[Any], leaves: Collection[Any], inside: Collection[Any], gates: Sequence[Gate] = ()
+) -> Iterator[list[GradientEdge]]:
+    """Within, an engine call with the edges yielded among its roots runs the nodes `inside` and ends before `outside`
+    and before `leaves`, the nodes of leaf tensors. The nodes of a gate are inside, too: they run after all that is in
+    front of them, and after the gate's function has been called. That one may end the call (`stop`).
 
     The calling thread does all of it, whatever devices the nodes are for: each device's thread has a queue of its own
     otherwise, and no order holds between two.
     """
-    stop = anchored(_Stop)
-    kept = [(node, node._sequence_nr()) for node in outside]
-    early = [(node, number) for node in inside if (number := node._sequence_nr()) < _INSIDE]
+    made = [anchored(_Gate, stop)]
+    _set_number(made[0], _STOP)
+    numbers = dict.fromkeys(outside, _OUTSIDE)
+    highest = _INSIDE + 2 * len(gates)
+    for place, (function, nodes) in enumerate(gates):
+        gate = anchored(_Gate, function)
+        made.append(gate)
+        numbers.update(dict.fromkeys(nodes, highest - 2 * place - 2))
+        _set_number(gate, highest - 2 * place - 1)
+    for node in inside:
+        if node._sequence_nr() < highest:
+            numbers.setdefault(node, highest)
+    kept = [(node, node._sequence_nr()) for node in numbers]
     _postpone(leaves)
     try:
-        for node, _ in early:
-            node._set_sequence_nr(_INSIDE)
-        for node in outside:
-            node._set_sequence_nr(_OUTSIDE)
-        _set_number(stop, _STOP)
+        for node, number in numbers.items():
+            node._set_sequence_nr(number)
         with torch.autograd.set_multithreading_enabled(False):
-            yield get_gradient_edge(stop)
+            yield [get_gradient_edge(gate) for gate in made]
     except _Stopped as stopped:
         # Its frames hold the graph, and Python 3.12 keeps it until the garbage collector comes by.
         stopped.__traceback__ = None
     finally:
         empty_queue()  # before the numbers change back: the queue is a heap, ordered by them
-        for node, number in kept + early:
+        for node, number in kept:
             node._set_sequence_nr(number)
         _restore(leaves)
 
@@ -88,14 +103,21 @@ class _Stopped(Exception):
     """Everything inside has run."""
 
 
-class _Stop(torch.autograd.Function):
+def stop() -> NoReturn:
+    """End the engine call that this is called from."""
+    raise _Stopped
+
+
+class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise _Stopped
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        ctx.function()
+        return None, None
 
 
 class _Pass(torch.autograd.Function):

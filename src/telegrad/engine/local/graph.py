@@ -5,8 +5,8 @@ Equal to one process means: each node runs once, with the sum of all that reache
 - The last batch, usually the only one, is a plain `torch.autograd.backward`, with `.grad` of the leaves put aside.
 - A closed batch before that asks `torch.autograd.grad` for the leaves; what it finds is kept for the last batch.
 - A cut batch (`cut.py`) ends before the engine visits a node outside it. Post-hooks on the nodes that lead out collect
-  what leaves; it enters as roots when its region runs. Not by asking the engine for those edges: it would run every
-  node on the way to them, and a node visited without a gradient still fires its hooks.
+  what leaves (`stages.py`); it enters as roots when its region runs. Not by asking the engine for those edges: it
+  would run every node on the way to them, and a node visited without a gradient still fires its hooks.
 
 Every call of torch's engine is made by `Graph._call`.
 """
@@ -26,9 +26,8 @@ from telegrad.cuda import order
 from telegrad.engine.local.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.local.cut import cut_before
 from telegrad.engine.local.leaves import LeafSums, hooks_held, may_share, put_back, shared_held, take_grads
-from telegrad.engine.local.regions import Edges, Part
-
-Root = tuple[GradientEdge, Tensor | None]  # None: visited, but with no gradient
+from telegrad.engine.local.regions import Edges, Part, Stage
+from telegrad.engine.local.stages import GoOn, Root, StagedCut, stay
 
 
 class Entered(Protocol):
@@ -53,6 +52,7 @@ _run_backward = torch.autograd.Variable._execution_engine.run_backward
 class Graph:
     """All nodes that a worker's Sends reach. Only the thread that runs the pass uses it."""
 
+    may_wait = True  # whether a cut may wait for what follows it (`stages.py`)
     _create_graph = False  # see `higher/graph.py`
     _sums: LeafSums | None = None  # what closed and cut batches found for leaves
     _nones = False  # whether a node handed None across a cut
@@ -196,57 +196,45 @@ class Graph:
             if part is not None or (visited is not None and leaf in visited):
                 self._add(leaf, part)
 
-    def run_cut(self, nodes: Collection[Node], roots: list[Root]) -> list[Root]:
-        """Nodes that lead to others that must wait. Returns what leaves, as roots of those; leaves are summed."""
-        collected: list[Root] = []
+    def run_cut(
+        self,
+        nodes: Collection[Node],
+        roots: list[Root],
+        stages: Sequence[Stage[Node]] = (),
+        entries: Iterable[GradientEdge] = (),
+        go_on: GoOn = stay,
+    ) -> StagedCut:
+        """Nodes that lead to others that must wait, and of these as many `stages` as `go_on` lets follow. Returns which
+        did, and what leaves, as roots of what has not run; leaves are summed."""
+        cut = StagedCut(self.edges, self.leaves, [nodes, *[stage.nodes for stage in stages]], entries)
         if not roots:
-            return collected
-        inside = {*nodes, _ANCHOR, None}
-        beyond: set[Node | None] = set()
-        leaving: list[Node] = []
-        for node in nodes:
-            for child, _ in self.edges[node]:
-                if child not in inside:
-                    beyond.add(child)
-                    if not leaving or leaving[-1] is not node:
-                        leaving.append(node)
-        leaves = beyond & self.leaves.keys()
-        outside = beyond - leaves
-        handles = [node.register_hook(partial(self._collect, collected, node, inside)) for node in leaving]
+            return cut
+        handles = [node.register_hook(partial(self._collect, cut, node)) for node in cut.leading_out]
         try:
-            with claimed([*nodes, *outside]), cut_before(outside, leaves, nodes) as stop:
-                self._run_to(stop, roots)
+            with (
+                claimed([*cut.stage_of, *cut.outside]),
+                cut_before(cut.outside, cut.leaves, cut.stage_of, cut.gates(go_on)) as gates,
+            ):
+                self._run_to(gates, [*roots, *cut.roots()])
         finally:
             for handle in handles:
                 handle.remove()
-        return collected
+        self._nones |= any(gradient is None for _, gradient in cut.left())
+        return cut
 
-    def _run_to(self, stop: GradientEdge, roots: list[Root]) -> None:
+    def _run_to(self, gates: Sequence[GradientEdge], roots: list[Root]) -> None:
         """The engine call of a cut. It is asked for nothing: naming the leaves would cost the engine a second walk over
         all that lies behind the cut, and they are not visited anyway."""
-        self._call([*roots, (stop, torch.empty(0))], (), True)
+        self._call([*roots, *[(gate, torch.empty(0)) for gate in gates]], (), True)
 
-    def _collect(
-        self, collected: list[Root], node: Node, inside: set[Node | None], leaving: Gradients, _: object
-    ) -> None:
+    def _collect(self, cut: StagedCut, node: Node, leaving: Gradients, _: object) -> Gradients | None:
         """The post-hook of a node that leads out of a cut batch: keep what the engine will not take there."""
         if taker() != self._taker:
-            return  # another engine call over the same graph: of another pass, or a user's own
+            return None  # another engine call over the same graph: of another pass, or a user's own
         if order.active:
             with order.back_on_lane(leaving):  # a node runs on the streams of its forward
-                self._keep(collected, node, inside, leaving)
-        else:
-            self._keep(collected, node, inside, leaving)
-
-    def _keep(self, collected: list[Root], node: Node, inside: set[Node | None], leaving: Gradients) -> None:
-        for (child, position), gradient in zip(self.edges[node], leaving, strict=True):
-            if child is None or child in inside:
-                continue
-            if child in self.leaves:
-                self._add(child, gradient)
-            else:
-                self._nones |= gradient is None
-                collected.append((GradientEdge(child, position), gradient))
+                return cut.keep(node, leaving, self._add)
+        return cut.keep(node, leaving, self._add)
 
     def _add(self, leaf: Node, part: Tensor | None) -> None:
         if self._sums is None:

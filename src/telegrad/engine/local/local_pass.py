@@ -12,6 +12,7 @@ is all. Before that, what has been heard runs as far as it leads to no node that
 """
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from operator import attrgetter, is_
@@ -22,11 +23,14 @@ from torch.autograd.graph import Node
 
 from telegrad import trace
 from telegrad.autograd.functions import Gradients, RecvNode, Taker
+from telegrad.cuda import order
 from telegrad.engine.local.cut import empty_queue
-from telegrad.engine.local.graph import Entered, Graph, Root, reached_from
+from telegrad.engine.local.graph import Entered, Graph, reached_from
 from telegrad.engine.local.hints import add_hint
 from telegrad.engine.local.regions import Apart, Batch, Plan, Way
+from telegrad.engine.local.stages import Root, may_come_late
 from telegrad.errors import AutogradError, GradientMismatch
+from telegrad.rpc.threads.wakeup import Wakeup
 
 K = TypeVar("K", bound=Hashable)
 Sends = Mapping[K, Entered]
@@ -68,6 +72,11 @@ class LocalPass(Generic[K]):
     _running = False
     _inner_taken = False  # whether all that is above leaves has been taken to run
     _some_dead = False  # whether a tensor of a Send was heard without a gradient
+    _more: Wakeup | None = None  # while a cut may go on: set when more is heard
+
+    stages_from: int | None = 2000  # so many nodes behind a cut, and it may wait: with fewer no peer answers in time
+    patience = 0.4e-6  # seconds that it may wait for each of them: what the engine takes to walk over one
+    new_wakeup: Callable[[], Wakeup] = Wakeup  # tests put in one that lets their world go on
 
     def __init__(self, retain_graph: bool) -> None:
         self.retain_graph = retain_graph
@@ -156,6 +165,8 @@ class LocalPass(Generic[K]):
             return Apart(graph.parts, heard)
         entries = {key: [edge.node for edge in send.edges] for key, send in graph.inner.items()}
         plan = Plan(graph.edges, entries, self._untold)
+        if graph.may_wait and not order.active:  # stand-ins know nothing of streams
+            plan.stages_from = self.stages_from
         for key in heard:
             plan.heard(key)
         return plan
@@ -189,6 +200,8 @@ class LocalPass(Generic[K]):
             if type(gradients) is list:
                 gradients.clear()  # the pass alone holds them now, so that a leaf can keep one without a copy
         del self._unheard[key]
+        if self._more is not None:
+            self._more.set()
         if self._plan is not None and not send.at_leaves:
             self._plan.heard(key)
 
@@ -218,8 +231,10 @@ class LocalPass(Generic[K]):
                     graph.run_last(roots, self._at_leaves)
                 elif batch.way is Way.CLOSED:
                     graph.run_closed(batch.nodes, roots, [*graph.leaves] if batch is _ALL_BUT_LEAVES else batch.leaves)
+                elif batch.stages:
+                    self._run_staged(graph, batch, roots)
                 else:
-                    self._roots.extend(graph.run_cut(batch.nodes, roots))
+                    self._roots.extend(graph.run_cut(batch.nodes, roots).left())
                 if since and trace.recorder is not None:
                     trace.recorder.span(f"region ({batch.way.name.lower()})", "backward", since)
                 if self._untold:  # those that a node gave no gradient
@@ -276,6 +291,55 @@ class LocalPass(Generic[K]):
             self._plan = self._make_plan(graph)
         return self._plan.take()
 
+    # --- a cut that goes on when more is heard ---
+
+    def _run_staged(self, graph: Graph, batch: Batch[Node], roots: list[Root]) -> None:
+        """A cut, and the stages that follow it in the same engine call as far as their Sends are heard in time."""
+        plan = self._plan
+        assert type(plan) is Plan
+        with self._lock:
+            entries = [root[0] for root in self._roots]
+            for key in graph.inner.keys() & self._unheard.keys():
+                entries += graph.inner[key].edges
+            self._more = self.new_wakeup()
+        stages = batch.stages if all(map(may_come_late, entries)) else ()
+        cut = graph.run_cut(batch.nodes, roots, stages, entries, partial(self._go_on, batch))
+        with self._lock:
+            self._more = None
+            self._roots.extend(cut.left())
+            ran = batch.stages[: cut.reached]
+            for stage in ran:
+                plan.follow(stage)
+            if len(ran) < len(batch.stages):
+                plan.stages_from = None  # its peers are slow: waiting costs more than it spares
+        if ran:
+            batch.recvs = ran[-1].recvs  # those before it have been told
+
+    def _go_on(self, batch: Batch[Node], number: int) -> list[Root] | None:
+        """Inside the engine call of `batch`, when all before a stage of it has run: what enters that stage, once its
+        Sends have been heard. None if they are not, in the time that the engine would take to walk over what is left:
+        so waiting never costs more than twice what is best."""
+        stage = batch.stages[number]
+        recvs = batch.stages[number - 1].recvs if number else batch.recvs
+        if self._untold and recvs is not None:
+            self._tell_none(recvs)  # those that a node gave no gradient
+        until = time.monotonic() + stage.behind * self.patience
+        while not self.over:
+            with self._lock:
+                if not any(key in self._unheard for key in stage.sends):
+                    entering = [root for root in self._roots if root[0][0] in stage.nodes]
+                    self._roots = [root for root in self._roots if root[0][0] not in stage.nodes]
+                    return entering
+            left = until - time.monotonic()
+            if left <= 0 or self._more is None or not self.wait_for_more(self._more, left):
+                break
+        return None
+
+    def wait_for_more(self, more: Wakeup, seconds: float) -> bool:
+        """Sleep until more is heard, or the pass is given up, or for so long. Whether it is worth another look."""
+        more.wait(seconds)
+        return True
+
     def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """The last batch has run; perhaps the pass was given up meanwhile."""
         with self._lock:
@@ -289,6 +353,8 @@ class LocalPass(Generic[K]):
         """Give up and release everything. What is in the engine now still ends, but nothing is delivered any more."""
         with self._lock:
             self.over = True
+            if self._more is not None:
+                self._more.set()
             if not self._running:  # the runner still needs what it holds, and releases it when its call returns
                 self._release()
 

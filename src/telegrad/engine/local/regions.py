@@ -52,6 +52,16 @@ class Region(Generic[N]):
         self.after: set[int] = set()
 
 
+class Stage(msgspec.Struct, Generic[N], eq=False):
+    """What may follow a cut batch, or an earlier stage, within one engine call: once these Sends, too, are heard."""
+
+    sends: Collection[Hashable]
+    nodes: Collection[N]
+    recvs: Iterable[N]
+    regions: Sequence[Region[N]]
+    behind: int  # how many nodes have yet to run when it begins
+
+
 class Batch(msgspec.Struct, Generic[N], eq=False):
     """What runs now, and which of its nodes may be Recvs. None: all that has not run."""
 
@@ -59,6 +69,7 @@ class Batch(msgspec.Struct, Generic[N], eq=False):
     nodes: Collection[N] = ()
     recvs: Iterable[N] | None = ()
     leaves: Sequence[N] | None = None  # that a closed batch leads to, if that is known
+    stages: Sequence[Stage[N]] = ()  # what may follow a cut batch in the same call, in this order
 
 
 def mark(graph: Mapping[N, Edges[N]], roots: Sequence[Iterable[N]]) -> dict[N, int]:
@@ -113,9 +124,12 @@ class Apart(Generic[K, N]):
 class Plan(Generic[K, N]):
     """Which regions may run, as the Sends are heard: `heard` takes an event, `take` returns the next batch."""
 
+    stages_from: int | None = None  # a cut is offered with stages if so many nodes lie behind it; None: never
+
     def __init__(self, graph: Mapping[N, Edges[N]], sends: Mapping[K, Iterable[N]], recvs: Iterable[N] = ()) -> None:
         """`sends` are the nodes that the gradients of each Send enter at; `recvs` the nodes whose gradients leave."""
         roots = list(sends.values())
+        self._keys = list(sends)
         self._bit_of = {key: bit for bit, key in enumerate(sends)}
         self._unheard = (1 << len(roots)) - 1
         self._ended = False
@@ -144,11 +158,50 @@ class Plan(Generic[K, N]):
         way, chosen = self._choose() if self._ready else (Way.CUT, [])
         if not chosen:
             return None
-        for region in chosen:
+        stages: Sequence[Stage[N]] = ()
+        if way is Way.CUT and self.stages_from is not None and (stages := self._stages(self.stages_from)):
+            chosen = self._ready  # what follows waits for all of it
+        self._run(chosen)
+        nodes = dict.fromkeys([node for region in chosen for node in region.nodes])
+        return Batch(way, nodes, [node for region in chosen for node in region.recvs], stages=stages)
+
+    def follow(self, stage: Stage[N]) -> None:
+        """A stage of the batch that was taken last runs now: its Sends have been heard."""
+        self._run(stage.regions)
+
+    def _run(self, regions: Sequence[Region[N]]) -> None:
+        for region in regions:
             region.ran = True
         self._ready = [region for region in self._ready if not region.ran]
-        nodes = dict.fromkeys([node for region in chosen for node in region.nodes])
-        return Batch(way, nodes, [node for region in chosen for node in region.recvs])
+
+    def _stages(self, fewest: int) -> list[Stage[N]]:
+        """What waits, in the order in which it will run whatever is heard first, if there is one: the Sends that have
+        not been heard lie one behind the other. A part without a Recv runs with what follows it, and what waits for the
+        last Send is no stage: when that is heard, all is."""
+        steps: dict[int, list[Region[N]]] = {}  # by the Sends they wait for
+        for region in self._regions.values():
+            if region.unheard:
+                steps.setdefault(region.mask & self._unheard, []).append(region)
+        behind = sum(len(region.nodes) for step in steps.values() for region in step)
+        stages: list[Stage[N]] = []
+        previous = heard = 0
+        regions: list[Region[N]] = []
+        *but_last, last = sorted(steps, key=int.bit_count)
+        for mask in but_last:
+            if behind < fewest:
+                return stages
+            if previous & ~mask:
+                return []
+            previous = mask
+            regions += steps[mask]
+            if any(region.recvs for region in steps[mask]):
+                nodes = dict.fromkeys([node for region in regions for node in region.nodes])
+                recvs = [node for region in regions for node in region.recvs]
+                sends = [self._keys[bit] for bit in _bits(mask & ~heard)]
+                stages.append(Stage(sends, nodes, recvs, regions, behind))
+                behind -= len(nodes)
+                heard, regions = mask, []
+        return stages if not previous & ~last else []
 
     def _choose(self) -> tuple[Way, list[Region[N]]]:
         """What runs now: first what leads nowhere else, then what leads to a Recv that is ready, cut off from the rest.

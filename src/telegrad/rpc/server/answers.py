@@ -150,11 +150,6 @@ class Answers:
         if frame is not None and request_id in self.requests.replies:
             self.requests.replies[request_id] = frame
 
-    def _flush(self, connection: Connection) -> None:
-        """Write the replies that waited for others; lazy ones have their own time."""
-        self._holds = False
-        connection.flush()
-
     def _send_again(self, reply: Reply) -> None:
         if order.active and type(reply) is not bytes:
             order.synchronize()  # this thread's streams are not those the result was made on

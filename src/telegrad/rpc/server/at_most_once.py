@@ -95,9 +95,10 @@ class AtMostOnce:
         """A notice came: whether it has not been taken before. One without a number always is."""
         noticed = self._noticed
         with self._lock:
-            known = notice_id in noticed
+            if notice_id in noticed:
+                return False
             if notice_id:
                 noticed[notice_id] = None
                 if len(noticed) > _REMEMBERED_NOTICES:
                     del noticed[next(iter(noticed))]
-        return not known
+        return True

@@ -112,8 +112,8 @@ class Session(Answers):
             local.turn = None
 
     def _serve(self, turn: "SessionTurn", connection: Connection) -> None:
-        inbox = self._inbox
-        running = self.requests.running
+        inbox, running = self._inbox, self.requests.running
+        look, stream, io_threads = self._spinner.wait, connection.stream, self._io_threads
         while True:
             while inbox:
                 # So much that no more is read: the socket fills, and the caller waits as for a slower worker.
@@ -135,13 +135,10 @@ class Session(Answers):
                 turn.give_up()
                 return
             try:
-                if (self._holds or self._deferred) and not connection.stream.readable(0):
-                    if self._holds:
-                        self._flush(connection)
-                    if self._deferred:
-                        self.serve_deferred()
+                if (self._holds or self._deferred) and not self._catch_up(turn, connection):
+                    return
                 # Looked at before it is read: usually nothing is there yet, and reading would raise that.
-                if not self._spinner.wait(connection.stream.readable, self._io_threads):
+                if not look(stream.readable, io_threads):
                     turn.give_up()
                     return
                 frames = connection.receive()
@@ -151,13 +148,24 @@ class Session(Answers):
                 self._break_off(connection, error)
                 return
             if frames is None:
-                self.ended(connection)
+                if self._turn is turn:  # else the thread that reads now finds the same
+                    self.ended(connection)
                 return
             if trace.recorder is not None:
                 trace.recorder.arrived(frames)
             if len(frames) > 1:
                 self._cancel_ahead(frames)
             inbox.extend(frames)
+
+    def _catch_up(self, turn: "SessionTurn", connection: Connection) -> bool:
+        """If nothing more has come, write the replies that were held back and serve the notices that were deferred.
+        False if that had to wait: another thread reads now."""
+        if not connection.stream.readable(0):
+            if self._holds:
+                self._holds = False  # lazy replies have their own time, but go along
+                connection.flush()
+            self.serve_deferred()
+        return self._turn is turn
 
     def _cancel_ahead(self, frames: list[Frame]) -> None:
         """A call that came together with word that nobody waits for it never begins."""
@@ -167,9 +175,10 @@ class Session(Answers):
 
     def serve_deferred(self) -> None:
         """Serve the notices that waited until no request does."""
-        while self._deferred:
+        deferred = self._deferred
+        while deferred:
             try:
-                frame = self._deferred.popleft()
+                frame = deferred.popleft()
             except IndexError:  # another thread was first
                 return
             if self.requests.is_news(frame.request_id):
@@ -206,24 +215,35 @@ class Session(Answers):
 
     def give_up(self, turn: "SessionTurn") -> None:
         """Let another thread serve: at once if requests are waiting here, else when one comes."""
-        with self._lock:
-            if self._turn is not turn:
-                return
-            self._turn = None
-        connection = self.connection
-        if connection is None:
-            return
+        if self._hand_over(turn):
+            self._write_held()
+
+    def _write_held(self) -> None:
+        """Write the replies that waited for others, of a thread that serves no more."""
         try:
-            if self._holds:
-                self._flush(connection)
+            if (connection := self.connection) is not None:
+                connection.flush()
         except (OSError, ValueError):
             log.debug("replies to %s wait for its next connection", self.member.name)
+
+    def _hand_over(self, turn: "SessionTurn", during: Frame | None = None) -> bool:
+        """The same, but only while this frame is being taken, if one is given. Whether replies are held back: they are
+        to be written after that, since writing may have to wait for the caller, and the caller for its requests."""
+        with self._lock:
+            if self._turn is not turn or (during is not None and turn.frame is not during):
+                return False
+            self._turn = None
+            held, self._holds = self._holds, False
+        connection = self.connection
+        if connection is None:
+            return False
         if self.paused:
-            self._resume()
+            self._io_threads.attend(self._resume)  # which writes, and this thread may be in the middle of a message
         elif self._inbox or self._deferred:
             self._io_threads.submit(self.ready)
         else:
             self._io_threads.arm(connection.stream.fileno())
+        return held
 
     def _resume(self) -> None:
         """Go on reading if there is room again."""
@@ -245,8 +265,8 @@ class Session(Answers):
         frame = turn.frame
         stuck = frame is not None and turn.seen is frame
         turn.seen = frame
-        if stuck:
-            turn.give_up()
+        if stuck and self._hand_over(turn, during=frame):
+            self._io_threads.attend(self._write_held)  # which may have to wait: not in the timer's thread
         return stuck
 
     def sleeping(self, change: int) -> None:
@@ -254,9 +274,10 @@ class Session(Answers):
         self._io_threads.sleeping(change)
 
     def _writing_waits(self) -> None:
+        """This thread cannot write on, or not yet: what was held back is in what it writes, or will be."""
         turn = self._turn
         if turn is not None and local.turn is turn:
-            turn.give_up()
+            self._hand_over(turn)
 
     def take(self, frame: Frame, turn: "SessionTurn") -> None:
         """Serve one frame of the caller. ProtocolError if it asks for more than it may."""
@@ -285,11 +306,12 @@ class Session(Answers):
             self._send_again(reply)
 
     def _take_notice(self, frame: Frame, message: AnyMessage) -> None:
-        if type(message) in _OF_SESSIONS:
+        kind = type(message)
+        if kind in _OF_SESSIONS:
             self._take_word(frame, message)
             return
         # One that may be deferred came with the next request, which should not wait for it.
-        served = self._served.get(type(message))
+        served = self._served.get(kind)
         if served is not None and served.deferrable and len(self._deferred) < _MOST_DEFERRED:
             self._deferred.append(frame)
         elif self.requests.is_news(frame.request_id):

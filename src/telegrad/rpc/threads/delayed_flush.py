@@ -43,12 +43,17 @@ class DelayedFlush:
         if in_time:
             self._next = _FOREVER  # before taking: who adds one from here on sees to its own look
         found = bool(self._holding)
+        busy: list[Connection] = []
         while self._holding:
             connection = self._holding.pop()
             try:
                 connection.flush(deadline=now)
                 connection.after_hold()
+            except TimeoutError:  # another thread is writing, what it began before: at the next look again
+                if not connection.closed:
+                    busy.append(connection)
             except (OSError, ValueError):
                 log.debug("a connection closed before what it held back was written")
+        self._holding.update(busy)
         if in_time and found:
             self._look_at(now + LAZY)
