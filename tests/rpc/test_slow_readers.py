@@ -21,7 +21,7 @@ from telegrad.wire.messages import Ack, Ping
 from tests.attacks.strangers import Member, lying_member
 from tests.waiting import wait_until
 
-REPLY = 40_000  # bytes: small enough to be held back for others, and many of them fill a socket
+REPLY = 20_000  # bytes: small enough to be held back for others, and many of them fill a socket
 
 
 class Serving:
@@ -104,3 +104,21 @@ def test_one_thread_reads_after_another_had_to_wait(serving: Serving, monkeypatc
         serving.ask(3)
         serving.read_all()
     assert not out_of_turn
+
+
+def test_a_reply_is_not_held_back_for_those_that_another_thread_writes(serving: Serving) -> None:
+    """A thread is slow, between its look at what waits behind its request and holding back the reply for that."""
+    session, connection = serving.session, serving.session.connection
+    assert connection is not None
+    send_encoded = connection.send_encoded
+
+    def hold_late(frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
+        if hold:
+            turn = local.turn
+            wait_until(lambda: session._turn is not turn)  # the timer has found it stuck
+            wait_until(lambda: len(serving.served) == 2 and session._turn is None)
+        send_encoded(frame, deadline, hold)
+
+    connection.send_encoded = hold_late  # type: ignore[method-assign]
+    serving.ask(2)
+    serving.read_all()

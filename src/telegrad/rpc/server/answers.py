@@ -131,15 +131,20 @@ class Answers:
         connection = self.connection
         if connection is None:
             return
-        if self._inbox and (turn := local.turn) is not None and turn is self._turn:
+        turn = local.turn if self._inbox else None
+        holds = turn is not None and turn is self._turn
+        if holds:
             lazy = self._holds = True  # it leaves with the replies of the requests behind it
-        elif lazy:
-            self._runtime.delayed_flush.within(LAZY, connection)
         deadline = time.monotonic() + self.options.limits.patience if self.plain else None
         if type(reply) is bytes:
             connection.send_encoded(reply, deadline, lazy)
         else:
             self._send_pieces(connection, deadline, lazy, *reply)
+        if holds:
+            if turn is not self._turn:  # another thread serves since then, and may have written all that it knew of
+                connection.flush(deadline)
+        elif lazy:
+            self._runtime.delayed_flush.within(LAZY, connection)
 
     def _send_pieces(
         self, connection: Connection, deadline: float | None, hold: bool, kind: int, request_id: int, *content: Any
