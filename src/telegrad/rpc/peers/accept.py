@@ -119,7 +119,7 @@ class Acceptor:
                 self._begin(sock)
         except OSError as error:
             if listener.fileno() >= 0:
-                log.warning("cannot accept a connection: %s", error)
+                self._warnings.warning("cannot accept a connection: %s", error)
                 # Most likely out of descriptors. The caller still waits, so at once would be again and again.
                 self._timer.at(time.monotonic() + _PAUSE_SECONDS, rearm)
 
@@ -142,8 +142,9 @@ class Acceptor:
             sock = self._tls.wrap_accepted(accepted)
             binding = self._tls.fingerprint
         fd = sock.fileno()
-        self._half_open[fd] = _HalfOpen(sock, ListenerHandshake(self._secret, binding), process)
         self._io_threads.register(fd, lambda: self._proceed(fd), armed=False)
+        # Last: from now on another thread may make room by dropping this one.
+        self._half_open[fd] = _HalfOpen(sock, ListenerHandshake(self._secret, binding), process)
         if self._closed:  # by another thread, which may not have seen this one
             self._close_half_open()
         elif not self._sweeping:
