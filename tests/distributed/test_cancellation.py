@@ -15,9 +15,11 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad.errors import CallCancelled, RpcTimeout
+from telegrad.ids import RRefId
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.server.answers import MOST_RUNNING
 from telegrad.rpc.server.cancellation import Cancellations
+from telegrad.wire.messages import RRefFetch
 from tests.cluster import Cluster, cluster
 from tests.waiting import wait_until
 
@@ -106,6 +108,35 @@ def test_a_function_can_ask(pair: Cluster) -> None:
     wait_until(logged("began", "saw it"))
     assert not future.cancel()
     assert not rpc.cancelled()
+
+
+def test_an_interrupt_of_the_caller_is_a_cancellation(pair: Cluster) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        wait_until(logged("began"))
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        rpc.rpc_sync("worker1", ask_until_cancelled, timeout=60)
+    thread.join()
+    wait_until(logged("began", "saw it"))
+
+
+def fetches_under_way() -> list[str]:
+    return [what for what in require_agent().under_way() if "RRefFetch" in what]
+
+
+def test_a_value_that_never_comes_is_no_longer_waited_for(pair: Cluster) -> None:
+    """Whoever was interrupted lets go of its reference; if that is heard before the value is asked for, none comes."""
+    link = require_agent().link(require_agent().find("worker1"))
+    slot = link.send(RRefFetch(RRefId(1 << 40)), timeout=0.0, what="a value that nobody makes", complete=lambda _: None)
+    wait_until(lambda: rpc.rpc_sync("worker1", fetches_under_way))
+    assert link.cancel(slot)
+    wait_until(lambda: not rpc.rpc_sync("worker1", fetches_under_way))
 
 
 def test_a_coroutine_is_cancelled(pair: Cluster) -> None:

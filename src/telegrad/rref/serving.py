@@ -1,9 +1,10 @@
 """What an owner and a user answer: creations, fetches, and the messages of the protocol."""
 
+import threading
 from functools import partial
 from typing import Any
 
-from telegrad.errors import CallRefused, ProtocolError, RRefError
+from telegrad.errors import CallCancelled, CallRefused, ProtocolError, RRefError
 from telegrad.rpc.layer import Served
 from telegrad.rpc.packing import pack_for
 from telegrad.rpc.request import Request
@@ -93,8 +94,20 @@ def serve_fetch(rrefs: RRefContext, request: Request) -> None:
     value = rrefs.value_for(message.rref_id, peer_of(request.caller))
     if value.done:
         _send_value(rrefs, request, value)
-    else:
-        value.when_done(lambda: _send_value(rrefs, request, value))
+        return
+    first = threading.Lock()  # held by whichever ends the request
+
+    def send() -> None:
+        if first.acquire(blocking=False):
+            _send_value(rrefs, request, value)
+
+    def cancel() -> None:
+        """Perhaps the value never comes: a caller that was interrupted lets go of it, and that may be heard first."""
+        if first.acquire(blocking=False):
+            rrefs.agent.fail(request, CallCancelled("the value was no longer waited for before it was there"))
+
+    request.session.cancelling().on_ask(request.frame.request_id, cancel)
+    value.when_done(send)
 
 
 def _send_value(rrefs: RRefContext, request: Request, value: Outcome) -> None:

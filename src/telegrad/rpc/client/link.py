@@ -213,8 +213,8 @@ class Link(Connecting):
         self.completion.settle([slot])
         return True
 
-    def timed_out(self, slot: Slot) -> None:
-        """The caller stopped waiting at its deadline."""
+    def stopped_waiting(self, slot: Slot) -> None:
+        """The caller waits no more: its deadline has passed, or it was interrupted."""
         if stand_in.in_force.cancels_at_timeout:
             self._mention(CancelCall(slot.request_id))
 

@@ -42,8 +42,8 @@ class ReadLink(ReceivingLink, Protocol):
     def timeout_error(self, slot: Slot, *, ask: bool = False) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
 
-    def timed_out(self, slot: Slot) -> None:
-        """The caller of this request stopped waiting at its deadline."""
+    def stopped_waiting(self, slot: Slot) -> None:
+        """The caller of this request waits no more: its deadline has passed, or it was interrupted."""
 
 
 class ReplyReader:
@@ -129,7 +129,7 @@ class ReplyReader:
             if self.state is IDLE:  # the reading may have been passed to this thread as it woke by itself
                 self._pass_on()
         error = self._link.timeout_error(slot, ask=True)  # before the worker is told to give it up
-        self._link.timed_out(slot)
+        self._link.stopped_waiting(slot)
         if slot.complete is None:
             raise error
         slot.error = error  # its future says so, now and whenever it is asked again
@@ -138,6 +138,7 @@ class ReplyReader:
     def _abandon(self, slot: Slot) -> None:
         if not slot.done and slot.complete is None and self._pending.give_up(slot.request_id) is not None:
             slot.done = True
+            self._link.stopped_waiting(slot)
         with self._lock:
             if slot in self._waiters:
                 self._waiters.remove(slot)

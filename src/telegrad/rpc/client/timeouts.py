@@ -34,7 +34,7 @@ class TimedLink(Protocol):
     def timeout_error(self, slot: Slot, *, ask: bool = False) -> RpcTimeout:
         """What a caller gets whose deadline passed."""
 
-    def timed_out(self, slot: Slot) -> None:
+    def stopped_waiting(self, slot: Slot) -> None:
         """Nobody waits any more: the worker may be told."""
 
 
@@ -131,7 +131,7 @@ class LateCalls:
     def _end(self, slot: Slot, ask: bool) -> None:
         try:
             slot.error = self._link.timeout_error(slot, ask=ask)
-            self._link.timed_out(slot)  # only now: of what it has given up, a worker cannot say where it is
+            self._link.stopped_waiting(slot)  # only now: of what it has given up, a worker cannot say where it is
         except Exception as error:  # whatever it is, its caller must not wait
             slot.error = error
         self._settle([slot])
