@@ -298,8 +298,9 @@ class Session(Answers):
                 call = call.call
             if type(call) in DEFINING and call.definition:
                 self.functions.note(call)
-        turn.frame = frame  # from now on the next one may be served before this one is done
         reply = requests.take(frame.request_id, kind)
+        # From now on the next one may be served before this one is done, and if it cancels this one that is known.
+        turn.frame = frame
         if reply is NEW:
             self.serve(Request(self, frame))
         elif reply is not None:
