@@ -1,4 +1,4 @@
-"""Calls that their caller no longer waits for: cancelled by it, or past their timeout.
+"""Calls that their caller no longer waits for: cancelled by it, past their timeout, or interrupted.
 
 A call that has not begun never begins. A coroutine is cancelled, as asyncio cancels a task. A function that runs in a
 thread cannot be stopped from outside, but it can ask: `rpc.cancelled()`. In each case the request is answered, with
