@@ -30,7 +30,7 @@ rpc.init_rpc()
 size = int(os.environ["WORLD_SIZE"])
 answers = [rpc.rpc_sync(f"worker{rank}", who) for rank in range(size)]
 assert answers == [f"worker{rank}" for rank in range(size)], answers
-print("called", len(answers), "attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+os.write(1, f"called {len(answers)} attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n".encode())  # in one piece
 """
 
 DIE_ONCE = """
@@ -46,11 +46,11 @@ for step in range(5):
         try:
             rpc.rpc_sync("worker2", torch.add, args=(1, step), timeout=20)
         except Exception as error:
-            print("failed", attempt, type(error).__name__, flush=True)
+            os.write(1, f"failed {attempt} {type(error).__name__}\\n".encode())
             raise
     elif rank == 2 and attempt == 0 and step == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-print("done", rank, attempt, flush=True)
+os.write(1, f"done {rank} {attempt}\\n".encode())
 rpc.shutdown(timeout=30)
 """
 
