@@ -322,7 +322,7 @@ def leave(ends: Ends, cuda: Noted) -> tuple[InPlace, Any, Segment]:
 
 def test_a_tensor_is_read_where_it_lies(ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[tuple[Any, int]] = []
-    monkeypatch.setattr("telegrad.cuda.order.reading", lambda *read: noted.append(read))
+    monkeypatch.setattr("telegrad.cuda.reads.reading", lambda *read: noted.append(read))
     handle, segment, source = leave(ends, cuda)
     segment.loan.copy_all([segment], [99], CUDA)
     assert cuda.calls[0] == ("copy", 99, source.address, 100, 7) and cuda.calls[1][0] == "write"
@@ -339,7 +339,7 @@ def test_a_tensor_is_read_where_it_lies(ends: Ends, cuda: Noted, monkeypatch: py
 def test_the_callers_stream_waits_for_what_is_being_read(
     ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("telegrad.cuda.order.reading", lambda *_: None)
+    monkeypatch.setattr("telegrad.cuda.reads.reading", lambda *_: None)
     handle, segment, _ = leave(ends, cuda)
     segment.loan.copy_all([segment], [99], CUDA)
     handle.end()
@@ -370,7 +370,7 @@ def test_a_stream_at_work_is_not_waited_for(ends: Ends, cuda: Noted) -> None:
 
 
 def test_idle_regions_are_closed(ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telegrad.cuda.order.reading", lambda *_: None)
+    monkeypatch.setattr("telegrad.cuda.reads.reading", lambda *_: None)
     handle, segment, source = leave(ends, cuda)
     assert source.address in cuda.opened
     ends.here.shown.retire(time.monotonic(), ())

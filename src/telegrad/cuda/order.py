@@ -20,12 +20,10 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-
-A = TypeVar("A")
 
 active = False  # whether a CUDA tensor was ever sent or received here, or a device map names a CUDA device
 direct = False  # whether tensors may go between processes without a block: the option `cuda_direct`
@@ -46,6 +44,13 @@ class _Local(threading.local):
 _local = _Local()
 
 
+class Number(Protocol):
+    """A number in memory that a stream writes."""
+
+    def will_soon_reach(self, value: int) -> bool:
+        """Whether it is that large, or becomes so within the time that a small copy takes."""
+
+
 class Lane:
     """One stream on each device in use, for one request or one pass at a time."""
 
@@ -58,7 +63,7 @@ class Lane:
         self.unfinished = False  # whether some of that work may not be done
         self.ended_at = 0
         self.uses = 0
-        self.reads: list[tuple[Number, int]] = []  # what is copied out of memory of the caller; see `reading`
+        self.reads: list[tuple[Number, int]] = []  # what is copied out of memory of the caller; see `reads.py`
 
     def stream(self, device: int) -> torch.cuda.Stream:
         """The stream on one device."""
@@ -264,62 +269,6 @@ def _set_current(streams: list[_Raw]) -> None:
 @functools.cache
 def _default_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.default_stream(device)
-
-
-def run(function: Callable[[A], Any], argument: A, arrived: int = 0) -> None:
-    """Call `function(argument)` on a lane of its own; who asked for it did so before `arrived`."""
-    lane = take(arrived)
-    try:
-        with on(lane):
-            function(argument)
-            if lane.reads and not lane.ended:  # to be answered later, by who knows which thread
-                finish_reading()
-    finally:
-        lane.reads.clear()
-        give_back(lane)
-
-
-# --- tensors that are read where their sender has them ---
-
-
-class Number(Protocol):
-    """A number in memory that a stream writes."""
-
-    def will_soon_reach(self, value: int) -> bool:
-        """Whether it is that large, or becomes so within the time that a small copy takes."""
-
-
-def reading(number: Number, value: int) -> None:
-    """This thread's streams read memory of a caller that waits for its answer; `number` is `value` when they have.
-
-    The caller sees to it that nothing changes that memory before. But others may, if they hear from here: so whoever
-    is asked for something from this thread is asked after it was read."""
-    lane = _local.lane
-    if lane is not None:
-        lane.reads.append((number, value))
-    else:
-        _wait_until_read([(number, value)], torch.cuda.current_stream())
-
-
-def asking(waits: bool) -> list[Any] | None:
-    """This thread is about to ask something of another worker. A list, for those of its tensors that may stay where
-    they are, if it waits for the answer (`transport/device/in_place.py`)."""
-    finish_reading()
-    return [] if waits and direct else None
-
-
-def finish_reading() -> None:
-    """Wait until what this request reads elsewhere was read."""
-    lane = _local.lane
-    if lane is not None and lane.reads:
-        reads, lane.reads = lane.reads, []
-        _wait_until_read(reads, *lane.streams())
-
-
-def _wait_until_read(reads: list[tuple[Number, int]], *streams: torch.cuda.Stream) -> None:
-    if not all(number.will_soon_reach(value) for number, value in reads):
-        for stream in streams:
-            stream.synchronize()
 
 
 # --- handing over ---
