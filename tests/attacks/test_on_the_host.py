@@ -270,7 +270,9 @@ def test_a_forged_reply_through_a_forged_restart(
         if not verified:
             monkeypatch.setattr(Seal, "open", lambda self, sealed: Opened(sealed[32:48], sealed[48:]))
         log = PrefixStore("telegrad/static", FileStore(meeting.removeprefix("file://"), -1))
-        log.set(f"record/{int(log.add('records', 1)) - 1}", UNSEALED.seal(job_of(agent), msgspec.msgpack.encode(forged)))
+        log.set(
+            f"record/{int(log.add('records', 1)) - 1}", UNSEALED.seal(job_of(agent), msgspec.msgpack.encode(forged))
+        )
         agent.peers.look_for_news()
         assert (agent.directory.by_name("worker1") == forged) is not verified
         if verified:
