@@ -409,8 +409,8 @@ def test_messages_that_never_end(agent: Agent) -> None:
     most = agent.options.max_message_bytes
     header = encode_prefix(FrameKind.REQUEST, 1, 0, CALL, (), (), 0, most // 2 - 1000)
     incarnation = next(_incarnations)
-    hellos = [_hello(agent, 12, "another", incarnation=next(_incarnations))]
-    hellos += [_hello(agent, 13, "begins", incarnation=incarnation, link=link) for link in (1, 2, 3)]
+    hellos = [_hello(agent, 30, "another", incarnation=next(_incarnations))]
+    hellos += [_hello(agent, 31, "begins", incarnation=incarnation, link=link) for link in (1, 2, 3)]
     with contextlib.ExitStack() as stack:
         *members, one_too_many = [stack.enter_context(lying_member(agent, hello=hello)) for hello in hellos]
         for number, member in enumerate(members, 1):  # each party has room for two of this size
