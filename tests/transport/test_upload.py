@@ -47,6 +47,18 @@ class Gpu:
         self.copied: list[int] = []  # bytes
         self.waits = 0
         self.broken = False
+        self.room = 2**40  # bytes that may still be taken
+
+    def reserve(self, device: int, nbytes: int) -> bool:
+        assert device == 0
+        if nbytes > self.room:
+            return False
+        self.room -= nbytes
+        return True
+
+    def drop(self, device: int, nbytes: int) -> None:
+        assert device == 0
+        self.room += nbytes
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         assert stream == 5
@@ -70,6 +82,7 @@ def stand_in() -> Iterator[Gpu]:
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(tensor_memory, "device_of", torch.device)
         patch.setattr(order, "active", True)
+        patch.setattr(tensor_memory, "budget", gpu)
         yield gpu
 
 
@@ -121,7 +134,7 @@ def test_all_that_is_wanted_arrives_in_whatever_steps_it_comes(
     memory[:total] = bytes(i % 251 for i in range(total))
     with stand_in() as gpu, pytest.MonkeyPatch.context() as patch:
         patch.setattr(upload, "_PIECE", piece)
-        going = Upload(memory, 0, wanted)
+        going = Upload(memory, 0, wanted, gpu)
         bounds = sorted({0, total, *[cut for cut in cuts if cut < total]})
         parts = [(going.part(a, b), iter([*sorted(choice.choices(range(a, b), k=5)), b])) for a, b in pairwise(bounds)]
         while parts:
@@ -136,6 +149,7 @@ def test_all_that_is_wanted_arrives_in_whatever_steps_it_comes(
             tensor = going.take(one.segment, CUDA)
             assert tensor is not None
             assert bytes(tensor.tolist()) == memory[one.start : one.start + one.nbytes]
+        assert gpu.room == 2**40, "it is the program's now"
 
 
 def test_pieces_are_copied_before_the_message_is_complete(gpu: Gpu) -> None:
@@ -162,7 +176,7 @@ def test_pieces_are_copied_before_the_message_is_complete(gpu: Gpu) -> None:
 
 def test_a_large_message_has_pieces_of_its_size(gpu: Gpu) -> None:
     nbytes = 256 * MB  # never touched: nothing is copied
-    going = Upload(pinned(nbytes), 0, [Wanted(0, 0, nbytes, CUDA)])
+    going = Upload(pinned(nbytes), 0, [Wanted(0, 0, nbytes, CUDA)], gpu)
     reached = going.part(0, nbytes)
     reached(nbytes // 64 - 1)
     assert not gpu.copied
@@ -229,14 +243,14 @@ def test_a_copy_that_fails_is_made_again_from_the_host(
 
 def test_what_nobody_takes_is_not_used_again_before_the_gpu_has_read_it(gpu: Gpu) -> None:
     memory = pinned(2 * MB)
-    going = Upload(memory, 0, [Wanted(0, 0, 2 * MB, CUDA)])
+    going = Upload(memory, 0, [Wanted(0, 0, 2 * MB, CUDA)], gpu)
     going.part(0, 2 * MB)(MB + 1)
     (returns,) = [ref for ref in heap._refs.values() if ref() is memory]
     del memory
-    assert returns() is not None and not gpu.waits
+    assert returns() is not None and not gpu.waits and gpu.room == 2**40 - 2 * MB
     del going
     gc.collect()
-    assert returns() is None and gpu.waits == 1
+    assert returns() is None and gpu.waits == 1 and gpu.room == 2**40
 
 
 # --- what a peer may say ---
@@ -284,6 +298,19 @@ def test_no_room_on_the_gpu_is_told_to_who_takes_the_tensor(gpu: Gpu, monkeypatc
     monkeypatch.setattr(upload, "allocate", refuse)
     frame = frame_with([spec(0)], SegmentSpec(LEAST, INLINE, 0))
     assert TensorMemory.upload(frame, pinned(LEAST), 0, LEAST) is None
+    assert gpu.room == 2**40
+
+
+def test_what_waits_for_somebody_to_take_it_is_limited(gpu: Gpu) -> None:
+    gpu.room = 2 * LEAST
+    frame = frame_with([spec(0), spec(1)], SegmentSpec(LEAST, INLINE, 0), SegmentSpec(LEAST, INLINE, LEAST))
+    waits = TensorMemory.upload(frame, pinned(2 * LEAST), 0, 2 * LEAST)
+    assert waits is not None and gpu.room == 0
+    assert TensorMemory.upload(frame, pinned(2 * LEAST), 0, 2 * LEAST) is None
+    assert waits.take(1, CUDA) is not None and gpu.room == LEAST
+    assert TensorMemory.upload(frame, pinned(2 * LEAST), 0, 2 * LEAST) is None and gpu.room == LEAST
+    del waits
+    assert gpu.room == 2 * LEAST
 
 
 # --- the way down ---

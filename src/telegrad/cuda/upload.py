@@ -6,8 +6,8 @@ complete. The memory on the GPU is of torch's allocator. It was free when the me
 one of a request does, what had been answered until then (`order.follow_all`): that may still be at work in it.
 
 Only memory that is pinned already is used like that, which means that an earlier message came in it and was copied as a
-whole (`host.to_device`): pinning takes longer than what it would save, and a peer that announces more than it sends
-takes no memory of the GPU.
+whole (`host.to_device`): pinning takes longer than what it would save. Until somebody takes the tensors, which may be
+long if many requests wait, their memory counts as the transport's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,14 +43,24 @@ class Wanted(NamedTuple):
     device: torch.device
 
 
-def begin(memory: Any, offset: int, wanted: Sequence[Wanted]) -> Upload | None:
+class Budget(Protocol):
+    """How much memory of each GPU may be taken by what is not the program's."""
+
+    def reserve(self, device: int, nbytes: int) -> bool:
+        """Count memory as taken; False if it would be too much."""
+
+    def drop(self, device: int, nbytes: int) -> None:
+        """It is the program's now, or free. For finalizers, too."""
+
+
+def begin(memory: Any, offset: int, wanted: Sequence[Wanted], budget: Budget) -> Upload | None:
     """Bytes that will be put into `memory` from `offset` on are wanted, in this order; None if they have to be copied
     when all is there."""
     mapping = getattr(memory, "mapping", None)
     if not wanted or mapping is None or not mapping.seen_at:
         return None
     try:
-        return Upload(memory, offset, wanted)
+        return Upload(memory, offset, wanted, budget)
     except RuntimeError as error:  # torch's or CUDA's: there is no memory, which whoever takes the tensor is told
         log.debug("a message is copied to the GPU when all of it is there: %s", error)
         return None
@@ -60,7 +70,15 @@ class Upload:
     """Copies of what has come of one message. Threads that read its parts enqueue them; one thread takes the tensors,
     after all of it has come."""
 
-    def __init__(self, memory: Any, offset: int, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, memory: Any, offset: int, wanted: Sequence[Wanted], budget: Budget) -> None:
+        self._copying = False  # whether there may be copies that are not done
+        self._failed = False
+        self._budget = budget
+        self._reserved: dict[int, Wanted] = {}  # what nobody has taken, by segment
+        for one in wanted:
+            if not budget.reserve(one.device.index, one.nbytes):
+                raise RuntimeError("what waits on the GPU for somebody to take it is as much as may be")
+            self._reserved[one.segment] = one
         self._memory = memory  # kept until the GPU has read it
         self._address = ctypes.addressof(memory) + offset
         self._wanted = wanted
@@ -69,8 +87,6 @@ class Upload:
         order.follow_all(lambda index: _stream(torch.device("cuda", index)), order.now())
         self._tensors = {one.segment: (one.device, allocate(one.nbytes, one.device)) for one in wanted}
         self._targets = [self._tensors[one.segment][1].data_ptr() for one in wanted]
-        self._copying = False  # whether there may be copies that are not done
-        self._failed = False
 
     def part(self, start: int, stop: int) -> Callable[[int], None]:
         """A thread reads the bytes from `start` to `stop`, in order: what it calls with the place it has reached."""
@@ -110,8 +126,14 @@ class Upload:
         meant, tensor = self._tensors[segment]
         if meant != device or not self._wait():
             return None
+        self._release(segment)
         order.keep_memory([tensor])
         return tensor
+
+    def _release(self, segment: int) -> None:
+        one = self._reserved.pop(segment, None)
+        if one is not None:
+            self._budget.drop(one.device.index, one.nbytes)
 
     def _wait(self) -> bool:
         """Return when the copies are done; whether they are."""
@@ -127,8 +149,9 @@ class Upload:
 
     def __del__(self) -> None:
         """If nobody took it: its memory is not used again while the GPU reads it."""
-        if getattr(self, "_copying", False):
-            self._wait()
+        self._wait()
+        for segment in list(self._reserved):
+            self._release(segment)
 
 
 class Uploaded:

@@ -19,6 +19,7 @@ from telegrad.cuda.upload import LEAST, Upload, Wanted, begin
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.copying import Copier
 from telegrad.transport.blocks.lending import Borrower, Lender
+from telegrad.transport.device.blocks import budget
 from telegrad.transport.device.channel import DEVICE_NOTICES, DeviceChannel, is_granted, is_of_device
 from telegrad.transport.device.flags import Page
 from telegrad.transport.device.in_place import InPlace
@@ -211,7 +212,7 @@ class TensorMemory:
                     return None
                 wanted.append(Wanted(number, segment.offset, segment.nbytes, device))
                 end = segment.offset + segment.nbytes
-        return begin(memory, start, wanted)
+        return begin(memory, start, wanted, budget)
 
     def find(self, frame: Frame) -> None:
         """Find the memory of a message that came."""
