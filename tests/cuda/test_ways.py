@@ -44,7 +44,7 @@ def ways_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         def noted(*args: object, way: object = way, name: str = name) -> object:
             result = way(*args)  # type: ignore[operator] # a method
-            if result is not False:
+            if result is not None:
                 ways.append(name)
             return result
 

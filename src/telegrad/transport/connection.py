@@ -74,6 +74,7 @@ class Connection:
         self._reader = FrameReader(heap.allocate, max_frame)
         self._write_lock = threading.Lock()
         self.memory = TensorMemory(stream, self._tell)
+        self._reader.uploading = self.memory.upload
         self.copier = self.memory.copier
         # Blocks that the peer does not know yet to be free: looked at before each write.
         self._released, self._retired = self.memory.released, self.memory.retired

@@ -72,6 +72,7 @@ def returned(block: int) -> int:
 
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 _NO_BUFFERS: Sequence[Any] = ()
+_NO_UPLOAD: Any = None
 
 
 class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True, eq=False, dict=True):
@@ -89,6 +90,7 @@ class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True, eq=Fals
     data_offset = 0  # where those begin in `data`
     is_large = False  # whether it holds more than its sender should keep: it has memory of its own
     buffers = _NO_BUFFERS  # one writable buffer per segment, once the connection has found them
+    upload = _NO_UPLOAD  # what took its segments on to a GPU while they came, until the connection has found them
     arrived = 0  # set by who reads it, where the order of work on a GPU depends on it
     read_at = 0.0  # when, if that is still to be recorded
 

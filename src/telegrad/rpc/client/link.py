@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad import trace
-from telegrad.cuda import order
+from telegrad.cuda import order, reads
 from telegrad.errors import CallCancelled, RpcTimeout, SerializationError, TelegradError
 from telegrad.rpc.client.connecting import Connecting
 from telegrad.rpc.client.function_table import FunctionTable
@@ -91,7 +91,7 @@ class Link(Connecting):
         if future is not None:
             future.awaited = slot
         if order.active:
-            slot.in_place = order.asking(waits=complete is None)
+            slot.in_place = reads.asking(waits=complete is None)
         if trace.recorder is not None or self._audit is not None:
             self._record(slot, message, payload, specs, memory)
         connection = self.current or self._connection_for(slot)

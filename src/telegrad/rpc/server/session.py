@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from telegrad import trace
-from telegrad.cuda import order
+from telegrad.cuda import order, reads
 from telegrad.errors import ProtocolError
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
@@ -201,7 +201,7 @@ class Session(Answers):
             if counts_as_work:
                 self._runtime.calls_served += 1
                 if order.active:
-                    order.run(handler, request, request.frame.arrived)
+                    reads.run_on_lane(handler, request, request.frame.arrived)
                     return
             handler(request)
         except BaseException as error:  # also an exit or an interrupt: it ends the call, not the thread that served it
