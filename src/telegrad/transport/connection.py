@@ -28,7 +28,7 @@ from telegrad.transport.stripes.threads import PartThreads
 from telegrad.transport.tensor_memory import BLOCK_NOTICES, TensorMemory
 from telegrad.wire.block_notices import StripesReady
 from telegrad.wire.frame_reader import FrameReader
-from telegrad.wire.frames import NOTICE, STRIPED, Frame, encode_prefix, encode_whole
+from telegrad.wire.frames import NOTICE, STRIPED, Frame, encode_prefix, encode_whole, max_record
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.parts import STRIPE_FROM
 from telegrad.wire.tensor.segments import Segment
@@ -147,10 +147,11 @@ class Connection:
 
     def _check_size(self, buffers: Sequence[Any]) -> None:
         """Refuse here what the peer would refuse: sent all the same, it would end the connection again and again."""
-        size = sum(map(len, buffers))
-        if size > self.peer_takes:
+        size, record = sum(map(len, buffers)), len(buffers[0])
+        if size > self.peer_takes or record > max_record(self.peer_takes):
+            what = f"a message of {size} bytes" if size > self.peer_takes else f"a table of tensors of {record} bytes"
             raise SerializationError(
-                f"a message of {size} bytes is over the limit of {self.peer_takes} that {self.peer} has set for what "
+                f"{what} is over the limit of {self.peer_takes} that {self.peer} has set for what "
                 "it takes in; send it in parts, or raise `max_message_bytes` in the options of that worker"
             )
 
@@ -339,6 +340,15 @@ class Connection:
             for frame in kept:
                 frame.arrived = arrived
         return kept
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of a large message that has begun to come."""
+        return self._reader.reserved
+
+    def ask_before_large(self, ask: Callable[[int], None]) -> None:
+        """Have `ask` called with its bytes when a large message begins: ProtocolError ends the connection instead."""
+        self._reader.before_large = ask
 
     # --- several streams ---
 

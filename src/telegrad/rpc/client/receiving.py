@@ -5,15 +5,17 @@ import logging
 import time
 from typing import Protocol
 
-from telegrad.errors import ProtocolError, TelegradError
+from telegrad.errors import CallRefused, ProtocolError, TelegradError
 from telegrad.rpc.client.completion import Completion
 from telegrad.rpc.client.pending import Pending, Slot
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import NOTICE, Frame
-from telegrad.wire.messages import Ack, AnyMessage, Exhausted, Goodbye
+from telegrad.wire.codec import is_modest
+from telegrad.wire.frames import FAILURE, NOTICE, Frame
+from telegrad.wire.messages import Ack, AnyMessage, ExceptionReply, Exhausted, Goodbye
+from telegrad.wire.tensor.specs import written_out
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -49,6 +51,8 @@ class Receiver:
         self._slots = link.pending.slots
         self._announce = link.completion.announce
         self._audit = link.runtime.layers.audit
+        # What a reply may be when it is written out, from one that is not trusted; 0 without a limit.
+        self._most = link.runtime.options.max_message_bytes if link.runtime.layers.plain else 0
         self.last_heard = 0.0
         self._received: list[int] = []  # replies since the last acknowledgement
 
@@ -71,6 +75,8 @@ class Receiver:
             self._link.lost(connection)
             return
         self.last_heard = time.monotonic()
+        if self._most:
+            self._refuse_beyond(frames)
         acknowledge = False
         for frame in frames:
             if frame.is_large:
@@ -95,6 +101,18 @@ class Receiver:
             connection.flush()  # it never waits: this thread reads
         if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
             self.acknowledge(connection)
+
+    def _refuse_beyond(self, frames: list[Frame]) -> None:
+        """A few bytes can say that they are to be repeated without end. Nobody here computes with that: the reply is
+        taken for a refusal."""
+        for frame in frames:
+            nbytes = written_out(frame.tensors) if frame.tensors else 0
+            if nbytes > self._most or not is_modest(frame.payload):
+                what = f"tensors of {nbytes} bytes" if nbytes > self._most else "more values than one message may have"
+                text = f"rule 'max_message_bytes': {what} came, written out; at most {self._most}"
+                frame.kind = FAILURE
+                frame.message = ExceptionReply(self._link.member.name, CallRefused.__name__, text, "")
+                frame.tensors, frame.payload, frame.data, frame.segments, frame.buffers = (), b"", None, (), ()
 
     def _announced(self, slot: Slot, frame: Frame) -> bool:
         """A reply came that is recorded, or whose caller sleeps. Whether the slot has to be completed."""
