@@ -223,8 +223,9 @@ class World(Events):
 
     def take(self, wire: Wire) -> None:
         """As a session does with one frame."""
-        self.session.take(_frame(wire.to_callee.popleft()), SessionTurn(self.session))
-        self.session.serve_deferred()
+        turn = SessionTurn(self.session)
+        self.session.take(_frame(wire.to_callee.popleft()), turn)
+        self.session.serve_deferred(turn)
 
     def read(self, wire: Wire) -> None:
         """As the reader of replies does with one frame."""

@@ -119,10 +119,7 @@ class Connection:
         if type(memory) is bytes:
             frame = encode_whole(kind, request_id, ack, message, payload, tensors, memory)
             if len(frame) <= SMALL_FRAME:
-                if hold and len(self.outbox) < _HOLD_UP_TO:
-                    self.outbox.append(frame)
-                else:
-                    self._write([frame], deadline)
+                self.send_encoded(frame, deadline, hold)
                 return frame
             prefix = encode_prefix(kind, request_id, ack, message, tensors, (), len(payload), len(memory))
             buffers: list[Any] = [prefix, payload, memory]
@@ -156,13 +153,29 @@ class Connection:
             )
 
     def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
-        """Send a frame that was encoded before."""
+        """Send a frame in one piece. If another thread is writing, that one writes it as well."""
         if len(frame) > SMALL_FRAME:
             self._check_size([frame])
-        if hold and len(self.outbox) < _HOLD_UP_TO:
-            self.outbox.append(frame)
-        else:
             self._write([frame], deadline)
+        elif hold or not self._write_lock.acquire(False):
+            if len(self.outbox) >= _HOLD_UP_TO:
+                self._write([frame], deadline)
+                return
+            self.outbox.append(frame)
+            if not hold:
+                self.flush()
+        else:
+            try:
+                if self.outbox or self._released or self._retired or self.memory.devices or self.stream.unsent:
+                    self._write_with_held([frame], deadline)
+                elif not self.stream.begin(frame):
+                    self.flush_within(_NO_ROOM)
+            finally:
+                self._write_lock.release()
+                if self._due:  # looked at once the lock is free: who could not have it has left something before
+                    self.flush()
+            if order.active:
+                self._has_written()
 
     def flush(self) -> None:
         """Write what waits. Returns at once: another thread that is writing does this when it has ended, and what the
@@ -200,22 +213,14 @@ class Connection:
     def _write(self, buffers: list[Any], deadline: float | None) -> None:
         """Write, after what waits. TimeoutError at the deadline, also if another thread is still writing."""
         if not self._write_lock.acquire(False):
-            if len(buffers) == 1 and len(self.outbox) < _HOLD_UP_TO:  # a small frame: the other thread can write it
-                self.outbox.append(buffers[0])
-                self.flush()
-                return
             self._wait_to_write(deadline)
         try:
-            if self.outbox or self._released or self._retired or self.memory.devices is not None or order.active:
-                self._write_with_held(buffers, deadline)
-            else:
-                self.stream.send(buffers, deadline, self.on_blocked)
+            self._write_with_held(buffers, deadline)
         finally:
             self._write_lock.release()
-            if self._due:  # looked at once the lock is free: who could not have it has left something before
+            if self._due:
                 self.flush()
-        if order.active:
-            self._has_written()
+        self._has_written()
 
     def _has_written(self) -> None:
         if order.active and self.memory.devices is not None:

@@ -155,16 +155,24 @@ class SocketStream:
     def begin(self, data: bytes) -> bool:
         """Write what there is room for, without waiting. The rest is kept, and goes before anything else that is sent.
         Whether there is none."""
-        waited = self.unsent
-        data = waited + data
+        if self.unsent:
+            return self._go_on(data)
         try:
             sent = self._socket.send(data)
         except BlockingIOError:
             sent = 0
-        if waited and sent:
-            self.last_written = time.monotonic()
+        if sent == len(data):
+            return True
         self.unsent = data[sent:]
-        return not self.unsent
+        return False
+
+    def _go_on(self, data: bytes) -> bool:
+        waited, self.unsent = self.unsent, b""
+        size = len(waited) + len(data)
+        done = self.begin(waited + data)
+        if len(self.unsent) < size:
+            self.last_written = time.monotonic()
+        return done
 
     def _send_unsent(self, deadline: float | None, blocked: Callable[[], None]) -> None:
         self._send_slowly([memoryview(self.unsent)], deadline, blocked, begun=False)

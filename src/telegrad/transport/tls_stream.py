@@ -221,9 +221,9 @@ class TlsStream(SocketStream):
         if data:
             view, at = memoryview(data), 0
             with self._step:
-                while at < len(view):
-                    at += self._tls.write(view[at:])
-                data = self._outgoing.read()
+                while at < len(data):
+                    at += self._encrypt(view[at:])
+                data = self._encrypted()
         return super().begin(data)
 
     def _send_encrypted(self, encrypted: Any, deadline: float | None, blocked: Callable[[], None]) -> None:

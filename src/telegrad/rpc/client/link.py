@@ -24,7 +24,7 @@ from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import Member
-from telegrad.transport.connection import Connection
+from telegrad.transport.connection import SMALL_PAYLOAD, Connection
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import NOTICE, REQUEST, encode_whole
 from telegrad.wire.messages import AnyMessage, CancelCall, Ping
@@ -99,18 +99,23 @@ class Link(Connecting):
         unattended = complete is not None and not attended
         hold = unattended and self._unwaited(slot)
         try:
-            connection.send(
-                REQUEST,
-                slot.request_id,
-                ack,
-                message,
-                payload,
-                specs,
-                memory,
-                deadline=deadline if timeout else None,
-                hold=hold,
-                in_place=slot.in_place,
-            )
+            limit = deadline if timeout else None
+            if type(memory) is bytes and len(payload) < SMALL_PAYLOAD:
+                frame = encode_whole(REQUEST, slot.request_id, ack, message, payload, specs, memory)
+                connection.send_encoded(frame, limit, hold)
+            else:
+                connection.send(
+                    REQUEST,
+                    slot.request_id,
+                    ack,
+                    message,
+                    payload,
+                    specs,
+                    memory,
+                    deadline=limit,
+                    hold=hold,
+                    in_place=slot.in_place,
+                )
         except TimeoutError:
             self.pending.give_up(slot.request_id)
             raise self.timeout_error(slot, NOT_TAKEN) from None

@@ -15,7 +15,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from telegrad.errors import RpcTimeout
-from telegrad.rpc.client.completion import Completion
+from telegrad.rpc.client.completion import Completion, wake
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.receiving import Receiver, ReceivingLink
 from telegrad.rpc.threads.delayed_flush import BURST
@@ -149,7 +149,7 @@ class ReplyReader:
         with blocking():
             woken = _acquire(slot.wake, left)
         if woken and slot.done:
-            slot.wake.release()  # several threads may wait for one future: each wakes the next
+            wake(slot)  # several threads may wait for one future: each wakes the next
         with self._lock:
             if slot in self._waiters:
                 self._waiters.remove(slot)
@@ -202,7 +202,7 @@ class ReplyReader:
         while self._waiters:
             heir = self._waiters.popleft()
             if not heir.done:
-                heir.wake.release()
+                wake(heir)
                 return
         waiting = len(self._slots)
         connection = self._link.current

@@ -16,6 +16,7 @@ from telegrad.errors import CallCancelled, CallRefused, TelegradError
 from telegrad.rpc.layer import Layer, Layers, Served
 from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.request import Request
+from telegrad.rpc.server.cancellation import FirstEnd
 from telegrad.rpc.server.event_loop import EventLoop, Failure, Result
 from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_call
 from telegrad.wire.messages import Ack, CancelCall, PythonCall, PythonRemoteCall, PythonReply
@@ -145,18 +146,18 @@ def _when_done(func: Any, result: Any, done: Result, failed: Failure) -> Callabl
             f"but {getattr(func, '__qualname__', func)} returned {type(result).__name__}"
         )
 
-    first = threading.Lock()  # held by whichever ends the call
+    first = FirstEnd()
 
+    @first
     def finish(future: Any) -> None:
-        if first.acquire(blocking=False):
-            try:
-                done(future.value())
-            except BaseException as error:
-                failed(error)
+        try:
+            done(future.value())
+        except BaseException as error:
+            failed(error)
 
+    @first
     def cancel() -> None:
-        if first.acquire(blocking=False):
-            failed(CallCancelled("the call was cancelled, or its timeout passed, before its future was done"))
+        failed(CallCancelled("the call was cancelled, or its timeout passed, before its future was done"))
 
     result.add_done_callback(finish)
     return cancel

@@ -165,7 +165,8 @@ class Session(Answers):
             if turn.owes:
                 turn.owes = False  # lazy replies have their own time, but go along
                 connection.flush()
-            self.serve_deferred()
+            if self._deferred:
+                self.serve_deferred(turn)
         return self._turn is turn
 
     def _cancel_ahead(self, frames: list[Frame]) -> None:
@@ -174,16 +175,18 @@ class Session(Answers):
             if type(frame.message) is CancelCall:
                 self.cancelling().ask(frame.message.request_id)  # forgotten when that notice is served, at the latest
 
-    def serve_deferred(self) -> None:
+    def serve_deferred(self, turn: "SessionTurn") -> None:
         """Serve the notices that waited until no request does."""
         deferred = self._deferred
         while deferred:
             try:
-                frame = deferred.popleft()
+                turn.frame = frame = deferred.popleft()
             except IndexError:  # another thread was first
-                return
+                break
             if self.requests.is_news(frame.request_id):
                 self.serve(Request(self, frame))
+        with self._lock:
+            turn.frame = None
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
@@ -362,7 +365,7 @@ class SessionTurn:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.frame: Frame | None = None  # the one that is being taken
+        self.frame: Frame | None = None  # the one that is being served
         self.seen: Frame | None = None  # the one at the timer's last look
         self.owes = False  # whether replies wait for those behind them: written when it ends, or has no more to serve
 
@@ -378,7 +381,9 @@ class SessionTurn:
     def is_cancelled(self) -> bool:
         """Whether the caller of the request that is being served no longer waits for it."""
         frame, cancelled = self.frame, self.session.cancellations
-        return frame is not None and cancelled is not None and frame.request_id in cancelled
+        if frame is None or cancelled is None or frame.kind == NOTICE:  # notices have numbers of their own
+            return False
+        return frame.request_id in cancelled
 
     def sleeping(self, change: int) -> None:
         """Count this thread among those that wait."""
