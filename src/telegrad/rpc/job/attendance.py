@@ -102,14 +102,14 @@ class Attendance:
             if number == 0:
                 return ""
             if time.monotonic() < self._counts_until and (number is None or number > 0):
-                return "some workers" if number is None else f"{number} workers"
+                return "some" if number is None else str(number)
             self._counts_until = 0.0
         self._log.news(self._agent.peers.take_news)
         missing = sorted(set(range(self._world_size)) - self._joining.present())
         return f"ranks {missing}" if missing else ""
 
 
-def check_counted(agent: Agent, member_log: MemberLog) -> None:
+def check_counted(agent: Agent, member_log: MemberLog, joining: Joining) -> None:
     """All have come, and their records are unread: check what this worker's own device maps name. If one worker finds
     its maps wrong, all read all records, and raise the same ValueError."""
     member, asked = agent.member, member_log.asked
@@ -126,7 +126,8 @@ def check_counted(agent: Agent, member_log: MemberLog) -> None:
         sleep(pause)
         pause = min(2 * pause, max(_LONGEST_PAUSE, (agent.world_size or 0) / _LOOKS_PER_SECOND))
     if unchecked < 0:
-        check_maps(agent.peers.everyone(), is_static=True)
+        member_log.news(agent.peers.take_news)
+        check_maps(joining.seen.values(), is_static=True)
 
 
 def _are_right(agent: Agent) -> bool:

@@ -184,12 +184,15 @@ def _meet(agent: Agent, member_log: MemberLog, member: Member, world_size: int |
             joining.present()
         else:
             counted = attendance.wait()
-            if member_log.is_first and member_log.is_outdated(member.worker_id, member.incarnation):
+            # Whoever says in a large job's new store what it knows may not know of this worker, but another does.
+            may_be = member_log.is_first or (member_log.register is not None and not counted)
+            if may_be and member_log.is_outdated(member.worker_id, member.incarnation):
                 raise _Outdated(f"worker {member.name!r} is not the first with its id")
+            if counted:
+                check_counted(agent, member_log, joining)
     member_log.has_met = world_size is not None
     if counted:
         check_reach_of(agent, counterpart_of(agent, member_log))
-        check_counted(agent, member_log)
     else:
         check_reach(agent)
         check_maps(joining.seen.values(), is_static=world_size is not None)

@@ -262,7 +262,7 @@ class MemberLog:
     def read_last(self, monitor: socket.socket) -> list[Member]:
         """What a store that has just ended said last through a connection that monitored it."""
         sealed = store_host.last_record(monitor)
-        return self._decoded(sealed) if sealed else []
+        return _as_in_log(self._decoded(sealed)) if sealed else []
 
     def news(self, take: Callable[[list[Member]], None], about: str | int | None = None) -> None:
         """Give the records appended since the last time to `take`. Whoever asks next finds them taken.
@@ -276,10 +276,7 @@ class MemberLog:
                 take(fresh)
 
     def _fresh_of(self, who: str | int) -> list[Member]:
-        found = self.asked(lambda register: register.records_of(who)) or []
-        # As the log would tell it: first that a worker has come, then that it has left.
-        came = [msgspec.structs.replace(member, leaving=False, ending="") for member in found if member.leaving]
-        return came + found
+        return _as_in_log(self.asked(lambda register: register.records_of(who)) or [])
 
     def look_up(self, worker_id: int) -> Member | None:
         """The record of a worker of a large job, unless it has left. Holds no lock but that of the store."""
@@ -336,6 +333,12 @@ class MemberLog:
             problem = f"it is malformed: {error}"
         _warnings.warning("a record in the rendezvous store was ignored: %s", problem)
         return []
+
+
+def _as_in_log(records: list[Member]) -> list[Member]:
+    """Last records of workers as the log has them: first that one has come, then that it has left."""
+    came = [msgspec.structs.replace(member, leaving=False, ending="") for member in records if member.leaving]
+    return came + records
 
 
 def read_records(log_: Prefixed, seal: Seal) -> list[Member]:

@@ -82,8 +82,10 @@ class Register:
         if not 0 <= who < self._world_size:
             return []
         self._ahead = min(2 * self._ahead, _MOST_AHEAD) if who == self._next else 1
-        self._next = min(who + self._ahead, self._world_size)
-        return self._at(range(who, self._next)) or self._at([who])
+        ids = range(who, min(who + self._ahead, self._world_size))
+        records = self._at(ids)
+        self._next = ids.stop if records else -1
+        return records or self._at([who])
 
     def record_of(self, worker_id: int) -> Member | None:
         """The record of one worker."""
