@@ -15,7 +15,6 @@ from telegrad.wire.frames import (
     MAGIC,
     MALFORMED,
     MAX_FRAME,
-    MAX_RECORD,
     STRIPED,
     VERSION,
     WHOLE_BEGINS,
@@ -23,6 +22,7 @@ from telegrad.wire.frames import (
     align,
     decode,
     malformed,
+    max_record,
     unpack_header,
 )
 from telegrad.wire.parts import STRIPE_FROM
@@ -73,7 +73,7 @@ class FrameReader:
 
     def __init__(self, allocate: Callable[[int], Any] = bytearray, max_frame: int = MAX_FRAME) -> None:
         self._allocate = allocate
-        self._max_frame = max_frame
+        self._max_frame, self._max_record = max_frame, max_record(max_frame)
         self._max_whole = min(max_frame, READ_SIZE)
         self._buffer = bytearray(READ_SIZE)
         self._view = memoryview(self._buffer)
@@ -88,12 +88,20 @@ class FrameReader:
         self._reached: Callable[[int], None] | None = None  # of that, for this stream's part of the segments
         self._here = 0  # the end of that part
         self.on_large: Callable[[], None] | None = None  # called when a frame begins that could use several
+        # Called with its bytes before memory is taken for a large frame; raises ProtocolError if there is no room.
+        self.before_large: Callable[[int], None] | None = None
         self._arrival: Arrival | None = None
 
     @property
     def waiting(self) -> bool:
         """Whether a frame lacks nothing but what comes over other streams: then there is no target."""
         return self._arrival is not None and not self.target
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the large frame that has begun and not ended."""
+        large = self._large
+        return 0 if large is None else sum(large[0])
 
     @property
     def idle(self) -> bool:
@@ -148,9 +156,9 @@ class FrameReader:
             if begin + LENGTHS.size > limit:
                 return None
             payload, data = LENGTHS.unpack_from(self._view, begin)
-        if record > MAX_RECORD or record + payload + data > self._max_frame:
+        if record > self._max_record or record + payload + data > self._max_frame:
             raise ProtocolError(
-                f"a frame of {record} + {payload} + {data} bytes is over the limit ({MAX_RECORD} for its record, "
+                f"a frame of {record} + {payload} + {data} bytes is over the limit ({self._max_record} for its record, "
                 f"{self._max_frame} in all)"
             )
         if begins == _STRIPED_BEGINS and (data < STRIPE_FROM or self.arriving is None):
@@ -182,6 +190,8 @@ class FrameReader:
         """A frame gets memory of its own; `have` is what has come of it."""
         lead = lengths.record + lengths.payload
         total = lead + lengths.data
+        if self.before_large is not None:
+            self.before_large(total)
         start = align(lead) - lead  # so that the inline segments are aligned in memory
         memory = self._allocate(start + total)
         view = memoryview(memory).cast("B")[start : start + total]

@@ -33,6 +33,7 @@ INLINE = -1  # the block number of a segment that travels in the frame itself
 _RETURNED = -2  # those from here down are the receiver's own blocks, which come back
 
 MAX_RECORD = 64 * 2**20
+_LEAST_RECORD = 4 * 2**20
 MAX_FRAME = 64 * 2**30
 
 
@@ -146,6 +147,12 @@ def encode_prefix(
     """A frame with more to it, up to its record; the caller sends payload and inline segments right behind that."""
     record = _encode((kind, request_id, ack, message, tensors, b"", None, segments))
     return pack_header(BEGINS[form], len(record)) + LENGTHS.pack(payload_bytes, data_bytes) + record
+
+
+def max_record(max_frame: int) -> int:
+    """Bytes that the record of a frame may have for one who takes frames of so many: decoded it is some twenty times as
+    large, so that who takes little of others takes fewer tensors in one message, too."""
+    return min(MAX_RECORD, max(_LEAST_RECORD, max_frame // 256))
 
 
 def align(offset: int, alignment: int = ALIGNMENT) -> int:

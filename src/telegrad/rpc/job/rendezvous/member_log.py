@@ -30,7 +30,7 @@ from telegrad.rpc.threads.interrupts import pause as sleep
 from telegrad.rpc.trust.files import make_private
 from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.trust.seal import UNSEALED, Seal, new_job
-from telegrad.rpc.workers import Member
+from telegrad.rpc.workers import Member, check_id, check_name
 
 log = logging.getLogger("telegrad.rpc")
 _warnings = LimitedLog(log)
@@ -297,9 +297,9 @@ class MemberLog:
         try:
             if opened is not None:
                 # Of another job: it was here before, or somebody kept its records.
-                return [_decode(opened.record)] if opened.job == self._job else []
+                return [_member_in(opened.record)] if opened.job == self._job else []
             problem = "it was not written by a worker of this job"
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, ValueError) as error:  # the latter: a name or an id that no worker can have
             problem = f"it is malformed: {error}"
         _warnings.warning("a record in the rendezvous store was ignored: %s", problem)
         return []
@@ -309,7 +309,14 @@ def read_records(log_: Prefixed, seal: Seal) -> list[Member]:
     """All records of a log, for one who is no worker: a launcher that wants to know what its workers said."""
     keys = [f"record/{index}" for index in _announced(0, log_.add("records", 0))]
     records = [seal.open(log_.get(key)) for key in keys if log_.check(key)]
-    return [_decode(opened.record) for opened in records if opened is not None]
+    return [_member_in(opened.record) for opened in records if opened is not None]
+
+
+def _member_in(record: bytes) -> Member:
+    member = _decode(record)
+    check_name(member.name)
+    check_id(member.worker_id)
+    return member
 
 
 def _announced(first: int, end: int) -> list[int]:
