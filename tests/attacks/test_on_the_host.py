@@ -15,18 +15,19 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from telegrad import rpc
 from telegrad.errors import AuthenticationError, RendezvousError, RpcTimeout, WorkerDied
-from telegrad.ids import generation_of
+from telegrad.ids import WorkerId, draw_incarnation, generation_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.job.rendezvous.member_log import MemberLog
 from telegrad.rpc.trust import secret as secrets
 from telegrad.rpc.trust.files import make_private
-from telegrad.rpc.trust.seal import SEAL_BYTES, UNSEALED, Seal
+from telegrad.rpc.trust.seal import UNSEALED, Opened, Seal, new_job
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Address, Listeners
 from telegrad.transport.handshake import Hello
 from telegrad.wire.frames import FrameKind, encode_whole
 from telegrad.wire.messages import PythonReply
-from tests.attacks.strangers import NOBODY, PATIENCE, address_of, as_nobody, lying_member
+from tests.attacks.strangers import NOBODY, PATIENCE, address_of, as_nobody, lying_member, memory_mb
 from tests.attacks.test_lying_servers import Server
 from tests.cluster import cluster, process
 from tests.ports import own_port
@@ -193,7 +194,7 @@ def test_a_forged_restart_is_not_believed(caplog: pytest.LogCaptureFixture) -> N
             )
             assert generation_of(forged.incarnation) > generation_of(true.incarnation)  # or nobody would look at it
             index = int(log.add("records", 1)) - 1
-            log.set(f"record/{index}", UNSEALED.seal(msgspec.msgpack.encode(forged)))
+            log.set(f"record/{index}", UNSEALED.seal(job_of(agent), msgspec.msgpack.encode(forged)))
             agent.peers.look_for_news()
             assert agent.directory.by_name("worker1") == true
             wait_until(lambda: "not written by a worker of this job" in caplog.text)  # perhaps by another thread
@@ -203,6 +204,45 @@ def test_a_forged_restart_is_not_believed(caplog: pytest.LogCaptureFixture) -> N
                     sock.accept()
         finally:
             stranger.close()
+
+
+def job_of(agent: Agent) -> bytes:
+    """The number of its job, which anybody can read in the store."""
+    member_log = agent.peers.member_log
+    assert isinstance(member_log, MemberLog)
+    return member_log._job
+
+
+@pytest.mark.parametrize("same_job", [False, True], ids=["another job", "the same"])
+def test_a_record_that_was_kept_from_another_job(agent: Agent, meeting: str, same_job: bool) -> None:
+    """The jobs of a user have one secret. A record from the store of one, "worker1 was started again", was believed in
+    the next, and ended the true worker1."""
+    true = Member("worker1", WorkerId(1), draw_incarnation(0), (), 0)
+    agent.peers.learn([true])
+    kept = msgspec.structs.replace(true, incarnation=draw_incarnation(3))
+    log = PrefixStore("telegrad/static", FileStore(meeting.removeprefix("file://"), -1))
+    sealed = Seal(agent.connector.secret).seal(job_of(agent) if same_job else new_job(), msgspec.msgpack.encode(kept))
+    log.set(f"record/{int(log.add('records', 1)) - 1}", sealed)
+    agent.peers.look_for_news()
+    assert agent.directory.by_name("worker1") == (kept if same_job else true)
+
+
+def test_a_counter_that_runs_ahead(agent: Agent, meeting: str) -> None:
+    """Whoever can write to the store announced a million million records, and each worker made room for them."""
+    log = PrefixStore("telegrad/static", FileStore(meeting.removeprefix("file://"), -1))
+    before = memory_mb()
+    for _ in range(3):
+        log.add("records", 10**12)
+        agent.peers.look_for_news()
+    late = Member("late", WorkerId(7), draw_incarnation(0), (), 0)
+    assert agent.peers.member_log is not None
+    agent.peers.member_log.publish(late)
+    agent.peers.look_for_news()
+    assert agent.directory.by_name("late") == late
+    PrefixStore("telegrad", FileStore(meeting.removeprefix("file://"), -1)).add("complaints", 10**12)
+    assert isinstance(agent.peers.member_log, MemberLog) and agent.peers.member_log.complaints() == []
+    assert memory_mb() - before < 50
+    still_works()
 
 
 class _Bomb:
@@ -228,9 +268,11 @@ def test_a_forged_reply_through_a_forged_restart(
         forged = msgspec.structs.replace(true, incarnation=true.incarnation + 1, addresses=server.member.addresses)
         server.member = forged
         if not verified:
-            monkeypatch.setattr(Seal, "open", lambda self, sealed: sealed[SEAL_BYTES:])
+            monkeypatch.setattr(Seal, "open", lambda self, sealed: Opened(sealed[32:48], sealed[48:]))
         log = PrefixStore("telegrad/static", FileStore(meeting.removeprefix("file://"), -1))
-        log.set(f"record/{int(log.add('records', 1)) - 1}", UNSEALED.seal(msgspec.msgpack.encode(forged)))
+        log.set(
+            f"record/{int(log.add('records', 1)) - 1}", UNSEALED.seal(job_of(agent), msgspec.msgpack.encode(forged))
+        )
         agent.peers.look_for_news()
         assert (agent.directory.by_name("worker1") == forged) is not verified
         if verified:

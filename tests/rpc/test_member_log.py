@@ -43,7 +43,9 @@ def test_one_who_died_while_writing_hides_nobody() -> None:
     member_log.publish(record(1, 1024))
     assert read(member_log) == [1]
     assert read(member_log) == []
-    slow._open_log().set(f"record/{index}", UNSEALED.seal(encode_member(record(0, 1024))))  # it was slow, not dead
+    slow._open_log().set(
+        f"record/{index}", UNSEALED.seal(slow._job, encode_member(record(0, 1024)))
+    )  # it was slow, not dead
     assert read(member_log) == [0]
     assert read(member_log) == []
 

@@ -8,8 +8,10 @@ buffers, so that the next chunk is on its way while one is being written.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ log = logging.getLogger("telegrad.cuda")
 
 CHUNK = 4 * 2**20
 _CHUNK_OF_PART = 2**20  # of bytes that several threads write: their first chunks come down one after the other
+_FIRST_CHUNK = 256 * 1024
 _AHEAD = 3  # chunks on their way while one is being written
 _PIN_FROM = 2**20  # bytes; pinning less costs more than it saves
 
@@ -121,28 +124,37 @@ class DeviceBytes:
         """The bytes in order. Each chunk is valid until the next one is asked for."""
         current = self._stream or torch.cuda.current_stream(self._device)
         most = CHUNK if self._stream is None else _CHUNK_OF_PART
-        offsets = iter(range(0, self._nbytes, most))
         size = min(most, self._nbytes)
-        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(_AHEAD + 1)]
-        events = [torch.cuda.Event() for _ in buffers]  # type: ignore[no-untyped-call] # of torch's
-        started: list[tuple[int, int]] = []  # place among the buffers, bytes
-        place = 0
+        buffer = torch.empty(size * (_AHEAD + 1), dtype=torch.uint8, pin_memory=True)
+        places = itertools.cycle(
+            [(buffer.data_ptr() + i * size, torch.cuda.Event()) for i in range(_AHEAD + 1)]  # type: ignore[no-untyped-call] # of torch's
+        )
+        coming: deque[tuple[int, torch.cuda.Event, int]] = deque()  # where, when it is there, bytes
+        rest = cut_in_chunks(self._nbytes, most)
+        ahead = 1  # few at first: other threads' first chunks come behind these
+        try:
+            while True:
+                for offset, length in itertools.islice(rest, ahead + 1 - len(coming)):
+                    place, there = next(places)
+                    with torch.cuda.device(self._device):
+                        runtime().copy(place, self._address + offset, length, current.cuda_stream)
+                    there.record(current)
+                    coming.append((place, there, length))
+                if not coming:
+                    return
+                place, there, length = coming.popleft()
+                there.synchronize()
+                yield memoryview((ctypes.c_char * length).from_address(place)).cast("B")
+                ahead = min(ahead + 1, _AHEAD)
+        finally:
+            for _, there, _ in coming:  # given up: the buffer is not used again before these are there
+                there.synchronize()
 
-        def start_next() -> None:
-            nonlocal place
-            offset = next(offsets, None)
-            if offset is not None:
-                length = min(most, self._nbytes - offset)
-                runtime().copy(buffers[place].data_ptr(), self._address + offset, length, current.cuda_stream)
-                events[place].record(current)
-                started.append((place, length))
-                place = (place + 1) % len(buffers)
 
-        for _ in range(_AHEAD):
-            start_next()
-        while started:
-            index, length = started.pop(0)
-            start_next()
-            events[index].synchronize()
-            view = (ctypes.c_char * length).from_address(buffers[index].data_ptr())
-            yield memoryview(view).cast("B")
+def cut_in_chunks(nbytes: int, most: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of each chunk of so many bytes. The first are small, so that writing begins early."""
+    offset = 0
+    while offset < nbytes:
+        length = min(most, max(_FIRST_CHUNK, offset), nbytes - offset)
+        yield offset, length
+        offset += length

@@ -20,12 +20,10 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-
-A = TypeVar("A")
 
 active = False  # whether a CUDA tensor was ever sent or received here, or a device map names a CUDA device
 direct = False  # whether tensors may go between processes without a block: the option `cuda_direct`
@@ -46,6 +44,13 @@ class _Local(threading.local):
 _local = _Local()
 
 
+class Number(Protocol):
+    """A number in memory that a stream writes."""
+
+    def will_soon_reach(self, value: int) -> bool:
+        """Whether it is that large, or becomes so within the time that a small copy takes."""
+
+
 class Lane:
     """One stream on each device in use, for one request or one pass at a time."""
 
@@ -58,7 +63,7 @@ class Lane:
         self.unfinished = False  # whether some of that work may not be done
         self.ended_at = 0
         self.uses = 0
-        self.reads: list[tuple[Number, int]] = []  # what is copied out of memory of the caller; see `reading`
+        self.reads: list[tuple[Number, int]] = []  # what is copied out of memory of the caller; see `reads.py`
 
     def stream(self, device: int) -> torch.cuda.Stream:
         """The stream on one device."""
@@ -130,12 +135,18 @@ def take(arrived: int = 0) -> Lane:
             lane = Lane()
             _lanes.append(lane)
         lane.ended = False
+    follow_all(lane.stream, arrived)
+    return lane
+
+
+def follow_all(stream_on: Callable[[int], torch.cuda.Stream], before: int) -> None:
+    """Have streams, one for each device, wait for the default ones and for all that was answered here before a
+    moment: they may use whatever memory is free then."""
     for device in _devices:
         default = _default_stream(device)
         if not default.query():
-            _wait(lane.stream(device), default)
-    _follow(lane.stream, arrived)
-    return lane
+            _wait(stream_on(device), default)
+    _follow(stream_on, before)
 
 
 def _wait(ours: torch.cuda.Stream, theirs: torch.cuda.Stream) -> None:
@@ -266,62 +277,6 @@ def _default_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.default_stream(device)
 
 
-def run(function: Callable[[A], Any], argument: A, arrived: int = 0) -> None:
-    """Call `function(argument)` on a lane of its own; who asked for it did so before `arrived`."""
-    lane = take(arrived)
-    try:
-        with on(lane):
-            function(argument)
-            if lane.reads and not lane.ended:  # to be answered later, by who knows which thread
-                finish_reading()
-    finally:
-        lane.reads.clear()
-        give_back(lane)
-
-
-# --- tensors that are read where their sender has them ---
-
-
-class Number(Protocol):
-    """A number in memory that a stream writes."""
-
-    def will_soon_reach(self, value: int) -> bool:
-        """Whether it is that large, or becomes so within the time that a small copy takes."""
-
-
-def reading(number: Number, value: int) -> None:
-    """This thread's streams read memory of a caller that waits for its answer; `number` is `value` when they have.
-
-    The caller sees to it that nothing changes that memory before. But others may, if they hear from here: so whoever
-    is asked for something from this thread is asked after it was read."""
-    lane = _local.lane
-    if lane is not None:
-        lane.reads.append((number, value))
-    else:
-        _wait_until_read([(number, value)], torch.cuda.current_stream())
-
-
-def asking(waits: bool) -> list[Any] | None:
-    """This thread is about to ask something of another worker. A list, for those of its tensors that may stay where
-    they are, if it waits for the answer (`transport/device/in_place.py`)."""
-    finish_reading()
-    return [] if waits and direct else None
-
-
-def finish_reading() -> None:
-    """Wait until what this request reads elsewhere was read."""
-    lane = _local.lane
-    if lane is not None and lane.reads:
-        reads, lane.reads = lane.reads, []
-        _wait_until_read(reads, *lane.streams())
-
-
-def _wait_until_read(reads: list[tuple[Number, int]], *streams: torch.cuda.Stream) -> None:
-    if not all(number.will_soon_reach(value) for number, value in reads):
-        for stream in streams:
-            stream.synchronize()
-
-
 # --- handing over ---
 
 
@@ -382,7 +337,7 @@ def follow(made: Mark) -> None:
     """What was enqueued before a mark is seen by this thread's streams from now on."""
     for device, event in made.events:
         torch.cuda.current_stream(device).wait_event(event)
-    _keep_memory(made.tensors)
+    keep_memory(made.tensors)
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
@@ -396,10 +351,10 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
 def adopt(tensors: Iterable[Tensor]) -> None:
     """The same, for tensors that were made there and will be used, and let go of, by this thread."""
     join()
-    _keep_memory(tensors)
+    keep_memory(tensors)
 
 
-def _keep_memory(tensors: Iterable[Tensor]) -> None:
+def keep_memory(tensors: Iterable[Tensor]) -> None:
     """Tensors of other streams are used on the current ones: their memory is not used again before that is done."""
     for tensor in tensors:
         if tensor.is_cuda:

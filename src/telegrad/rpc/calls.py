@@ -310,9 +310,7 @@ def rpc_sync(
     while True:
         link = link_to(agent, to)
         try:
-            slot = start_call(agent, link, func, args, kwargs, timeout)
-            link.wait(slot)
-            return value_of(slot)
+            return wait_for_value(start_call(agent, link, func, args, kwargs, timeout))
         except WorkerDied as error:
             member = link.member
             if retries <= 0 or error.incarnation != member.incarnation:  # it lives, and tells of the end of another

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad import trace
-from telegrad.cuda import order
+from telegrad.cuda import order, reads
 from telegrad.errors import CallCancelled, RpcTimeout, SerializationError, TelegradError
 from telegrad.rpc.client.connecting import Connecting
 from telegrad.rpc.client.function_table import FunctionTable
@@ -91,7 +91,7 @@ class Link(Connecting):
         if future is not None:
             future.awaited = slot
         if order.active:
-            slot.in_place = order.asking(waits=complete is None)
+            slot.in_place = reads.asking(waits=complete is None)
         if trace.recorder is not None or self._audit is not None:
             self._record(slot, message, payload, specs, memory)
         connection = self.current or self._connection_for(slot)
@@ -127,7 +127,7 @@ class Link(Connecting):
             # Nor are replies read one by one then: completing a future lets go of the GIL, and each time the thread
             # that asks and the thread that reads would fight for it.
             self.replies.last_asked = now
-            self.runtime.delayed_flush.within(BURST, connection)
+            connection.flush_within(BURST)
         elif unattended:
             self.replies.arm()
         return slot
@@ -165,11 +165,12 @@ class Link(Connecting):
             log.debug("a notice to %s was not delivered: %s", self.member.name, message)
             return
         try:
-            connection.send_encoded(encode_whole(NOTICE, number, 0, message), hold=True)
+            frame = encode_whole(NOTICE, number, 0, message)
+            connection.send_encoded(frame, time.monotonic() + self.runtime.patience, hold=True)
             if lazy:
-                self.runtime.delayed_flush.within(LAZY, connection)
+                connection.flush_within(LAZY)
             else:
-                connection.flush(deadline=time.monotonic() + self.runtime.patience)
+                connection.flush()
         except TimeoutError:
             log.debug("a notice to %s cannot be written now; it goes with the next message", self.member.name)
         except (OSError, ValueError):
@@ -177,24 +178,15 @@ class Link(Connecting):
         if connection.closed:
             self._send_over_next(connection, NOTICE, number, 0, message)
 
-    def farewell(self, message: AnyMessage) -> None:
-        """Tell the worker that this one leaves, if it can be told without waiting."""
-        self._mention(message, 0.0)
-
     def ping(self) -> None:
         """The timer: ask whether the worker lives."""
-        self._mention(Ping(), time.monotonic())
+        self.mention(Ping())
 
-    def _mention(self, message: AnyMessage, deadline: float | None = None) -> None:
-        """Send a notice that need not arrive: by the deadline, or with the next message."""
+    def mention(self, message: AnyMessage, within: float = 0.0) -> None:
+        """Send a notice that need not arrive, without waiting."""
         connection = self.current
         if connection is not None:
-            try:
-                connection.send(NOTICE, 0, self.pending.lowest(), message, deadline=deadline, hold=deadline is None)
-                if deadline is None:
-                    self.runtime.delayed_flush.within(BURST, connection)
-            except (OSError, ValueError):
-                log.debug("%s was not told: %s", self.member.name, message)
+            connection.mention(message, self.pending.lowest(), within)
 
     # --- deadlines, and signs of life ---
 
@@ -208,7 +200,7 @@ class Link(Connecting):
         """The caller no longer wants the reply. False if it has it, or is about to."""
         if self.pending.give_up(slot.request_id) is None:
             return False
-        self._mention(CancelCall(slot.request_id))
+        self.mention(CancelCall(slot.request_id), BURST)
         slot.error = CallCancelled(f"{slot.what()} was cancelled")
         self.completion.settle([slot])
         return True
@@ -216,7 +208,7 @@ class Link(Connecting):
     def stopped_waiting(self, slot: Slot) -> None:
         """The caller waits no more: its deadline has passed, or it was interrupted."""
         if stand_in.in_force.cancels_at_timeout:
-            self._mention(CancelCall(slot.request_id))
+            self.mention(CancelCall(slot.request_id), BURST)
 
     def expire(self) -> None:
         """The timer: a deadline of a future may have passed."""

@@ -51,7 +51,6 @@ class ReplyReader:
 
     def __init__(self, link: ReadLink) -> None:
         self._link = link
-        self._runtime = link.runtime
         self._io_threads = link.runtime.io_threads
         self._pending = link.pending
         self._slots = link.pending.slots
@@ -210,7 +209,7 @@ class ReplyReader:
         if connection is None or not (waiting or self._pending.given_up):
             return
         if waiting > BURST_CALLS and time.monotonic() - self.last_asked < BURST:
-            self._runtime.delayed_flush.within(BURST, connection)  # calls keep coming: read their replies together
+            connection.flush_within(BURST)  # calls keep coming: read their replies together
         else:
             self.state = ARMED
             self._io_threads.arm(connection.stream.fileno())

@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from telegrad.errors import AuthenticationError, NotInitialized, UnknownWorker, WorkerDied
+from telegrad.errors import AuthenticationError, NotInitialized, ProtocolError, UnknownWorker, WorkerDied
 from telegrad.ids import Incarnation, WorkerId, generation_of
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.outcomes import LinkEvents
@@ -317,7 +318,19 @@ class Peers:
                     known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
                 session = Session(self._runtime, self._events, known, main_by_value, hello.link, hello.ticket)
                 self._sessions[_key(hello)] = session
+        if self._runtime.options.exports_only:
+            connection.ask_before_large(partial(self._check_room, hello.name))
         session.attach(connection)
+
+    def _check_room(self, name: str, nbytes: int) -> None:
+        """A large message of a party begins: ProtocolError if it has too much under way, over all its connections."""
+        options = self._runtime.options
+        connections = [session.connection for session in self.sessions() if session.member.name == name]
+        under_way = sum(each.reserved for each in connections if each is not None)
+        if under_way + nbytes > max(options.limits.kept_bytes, options.max_message_bytes):
+            raise ProtocolError(
+                f"rule 'kept_bytes': messages of {under_way} bytes of {name!r} are on their way already"
+            )
 
     # --- who is gone ---
 

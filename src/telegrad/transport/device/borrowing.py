@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from telegrad.cuda import order
+from telegrad.cuda import order, reads
 from telegrad.cuda.copy_kernel import Piece, copy_and_tell, give_back_counter, take_counter
 from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
@@ -247,7 +247,7 @@ class Loan:
         copy_and_tell(block.device, stream, pieces, block.flag.read.on_device, block.uses, block.counter)
         self._told = True
         if self._in_place:
-            order.reading(block.flag.read, block.uses)
+            reads.reading(block.flag.read, block.uses)
 
     def _begin_in_place(self, block: BorrowedBlock) -> None:
         """Say that this is being read from now on; SerializationError if it may not be any more."""
@@ -287,7 +287,7 @@ class Loan:
         else:
             runtime().copy(target, block.address + offset, nbytes, stream)
             runtime().synchronize(stream)
-        if self._in_place:  # no common message: read before anything else comes of it (see `order.reading`)
+        if self._in_place:  # no common message: read before anything else comes of it (see `reads.reading`)
             runtime().synchronize(stream)
 
     def __del__(self) -> None:

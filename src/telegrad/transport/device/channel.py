@@ -16,6 +16,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from typing import NamedTuple
 
 from telegrad.cuda import order
 from telegrad.cuda.copy_kernel import Piece, copy_and_tell
@@ -68,6 +69,14 @@ class _Peer(Enum):
     ASKED = auto()
     CAN_OPEN = auto()
     CANNOT = auto()
+
+
+class _Lying(NamedTuple):
+    """The tensors of one message that lie on one device."""
+
+    device: int
+    stream: int  # the current one there
+    segments: Sequence[Segment]
 
 
 @functools.cache
@@ -123,97 +132,73 @@ class DeviceChannel:
         for device, indices in by_device.items():
             if not self._can_open(device):
                 continue
-            stream = order.current_stream(device)
-            if in_place is not None and self._leave(device, stream, indices, segments, placed, in_place):
-                continue
-            offers: tuple[Offer, ...] = ()
-            if len(self.offers):
+            lying = _Lying(device, order.current_stream(device), [segments[index] for index in indices])
+            found = None if in_place is None else self._leave(lying, in_place)
+            if found is None and len(self.offers):
                 offers = self.offers.take(device, [(stays[index], segments[index].nbytes) for index in indices])
-            if offers:
-                self._write(device, stream, indices, segments, placed, offers)
-            else:
-                self._copy(device, stream, indices, segments, placed)
+                found = self._write(lying, offers) if offers else None
+            if found is None:
+                found = self._copy(lying)
+            if found is not None:
+                for index, at in zip(indices, found, strict=True):
+                    placed[index] = at
         return placed
 
-    def _copy(
-        self,
-        device: int,
-        stream: int,
-        indices: Sequence[int],
-        segments: Sequence[Segment],
-        placed: list[SegmentSpec | None],
-    ) -> None:
-        """Into a block."""
-        block = self._block(device, sum(align(segments[index].nbytes) for index in indices))
+    def _copy(self, lying: _Lying) -> list[SegmentSpec] | None:
+        """Into a block; None if there is no room for one."""
+        block = self._block(lying.device, sum(align(segment.nbytes) for segment in lying.segments))
         if block is None:
-            return
+            return None
         if block.uses > 1 and not block.flag.read.has_reached(block.uses - 1):
-            runtime().wait_value(stream, block.flag.read.on_device, block.uses - 1)
+            runtime().wait_value(lying.stream, block.flag.read.on_device, block.uses - 1)
         offset = 0
-        pieces = []
-        for index in indices:
-            segment = segments[index]
+        pieces, placed = [], []
+        for segment in lying.segments:
             pieces.append(Piece(segment.address, block.address + offset, segment.nbytes))
-            placed[index] = SegmentSpec(segment.nbytes, block.name, offset)
+            placed.append(SegmentSpec(segment.nbytes, block.name, offset))
             offset += align(segment.nbytes)
-        copy_and_tell(device, stream, pieces, block.flag.written.on_device, block.uses, block.counter)
+        copy_and_tell(lying.device, lying.stream, pieces, block.flag.written.on_device, block.uses, block.counter)
+        return placed
 
-    def _write(
-        self,
-        device: int,
-        stream: int,
-        indices: Sequence[int],
-        segments: Sequence[Segment],
-        placed: list[SegmentSpec | None],
-        offers: tuple[Offer, ...],
-    ) -> None:
+    def _write(self, lying: _Lying, offers: tuple[Offer, ...]) -> list[SegmentSpec]:
         """To memory of the peer."""
         first = offers[0]
-        pieces = []
-        for index, offer in zip(indices, offers, strict=True):
-            segment = segments[index]
+        pieces, placed = [], []
+        for segment, offer in zip(lying.segments, offers, strict=True):
             pieces.append(Piece(segment.address, offer.address, segment.nbytes))
-            placed[index] = SegmentSpec(segment.nbytes, FIRST_GRANT + offer.place, first.place)
+            placed.append(SegmentSpec(segment.nbytes, FIRST_GRANT + offer.place, first.place))
         counter = self.offers.counter(first)
-        copy_and_tell(device, stream, pieces, first.flag.written.on_device, first.use, counter)
+        copy_and_tell(lying.device, lying.stream, pieces, first.flag.written.on_device, first.use, counter)
         self.offers.written(offers)
+        return placed
 
-    def _leave(
-        self,
-        device: int,
-        stream: int,
-        indices: Sequence[int],
-        segments: Sequence[Segment],
-        placed: list[SegmentSpec | None],
-        in_place: list[InPlace],
-    ) -> bool:
-        """Where they lie; False if they cannot stay there."""
-        if not self._regions_open or not runtime().is_idle(stream):
-            return False
-        found: list[tuple[int, Region]] = []
+    def _leave(self, lying: _Lying, in_place: list[InPlace]) -> list[SegmentSpec] | None:
+        """Where they lie; None if they cannot stay there."""
+        if not self._regions_open or not runtime().is_idle(lying.stream):
+            return None
+        found: list[Region] = []
         region: Region | None = None
         try:
-            for index in indices:
-                segment = segments[index]
+            for segment in lying.segments:
                 if region is None or not region.start <= segment.address < region.start + region.size:
                     region = regions.of(segment.address)
                 if region is None or segment.address + segment.nbytes > region.start + region.size:
-                    return False
-                found.append((index, region))
-            block = self.lender.take_read(device)
+                    return None
+                found.append(region)
+            block = self.lender.take_read(lying.device)
         except (CudaError, NoRoom):
-            return False
+            return None
         if block is None:
-            return False
+            return None
         if not block.announced:
             self._announce(block, ask=False)
-        for index, region in found:
-            segment = segments[index]
-            self.shown.show(region, device, block.flag.read, block.uses)
+        placed = []
+        for segment, region in zip(lying.segments, found, strict=True):
+            self.shown.show(region, lying.device, block.flag.read, block.uses)
             place = region.number << PLACE_BITS | segment.address - region.start
-            placed[index] = SegmentSpec(segment.nbytes, block.name, place)
-        in_place.append(InPlace(block, tuple([segments[index].owner for index in indices])))
-        return True
+            placed.append(SegmentSpec(segment.nbytes, block.name, place))
+        in_place.append(InPlace(block, tuple([segment.owner for segment in lying.segments])))
+        return placed
 
     def _can_open(self, device: int) -> bool:
         """Whether the peer can open memory of this GPU. If that is not known it is asked."""

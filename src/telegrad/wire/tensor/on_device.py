@@ -105,7 +105,7 @@ def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> li
         dtype, nbytes = simple_form(spec.dtype, spec.shape)
         if spec.strides and nbytes:
             nbytes = _strided_bytes(spec.shape, spec.strides, dtype.itemsize)
-        device = _device_of(spec.device)
+        device = device_of(spec.device)
         if not nbytes or nbytes != buffers[index].nbytes or device is None:
             return None
         forms.append(Form(dtype, spec.shape, spec.strides))
@@ -156,7 +156,7 @@ def _name_of(device: int) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _device_of(name: str) -> torch.device | None:
+def device_of(name: str) -> torch.device | None:
     """The device of that name if this process has it; else the general way says what is wrong."""
     try:
         device = torch.device(name)

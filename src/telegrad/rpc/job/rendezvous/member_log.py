@@ -30,8 +30,8 @@ from telegrad.rpc.job.rendezvous.register import Register, is_large
 from telegrad.rpc.job.rendezvous.store_client import Prefixed
 from telegrad.rpc.trust.files import make_private
 from telegrad.rpc.trust.rate import LimitedLog
-from telegrad.rpc.trust.seal import UNSEALED, Seal
-from telegrad.rpc.workers import Member
+from telegrad.rpc.trust.seal import UNSEALED, Seal, new_job
+from telegrad.rpc.workers import Member, check_id, check_name
 
 log = logging.getLogger("telegrad.rpc")
 _warnings = LimitedLog(log)
@@ -39,6 +39,10 @@ _warnings = LimitedLog(log)
 # Whoever opens a store writes the job's marker into it at once. One that has none for so long is not ours.
 _MARKER_SECONDS, _LOOK_SECONDS = 5.0, 0.05
 _SETTLING_SECONDS = 2.0  # for all workers to come to a store that was opened anew
+# Numbers that are announced and not written yet. Whoever can write to a store can announce as many as he likes; more
+# than so many workers of a job are never about to write at a time.
+_MOST_UNWRITTEN = 4096
+_LONGEST_COMPLAINT = 1000
 NAMESPACE_KEY = "namespace"  # of the part of a launcher's store that counts now, for those who look from outside
 
 T = TypeVar("T")
@@ -103,6 +107,7 @@ class MemberLog:
         """`marker` says which job it is: there is one in one store. RendezvousError if another has begun there. Records
         have the `seal` of the job: those that have not are not read."""
         self._seal = seal
+        self._job = b""  # its number, which its records carry
         self.where = store_host.worker_endpoint_of(store)  # None for a store that does not end with a worker
         self.address = store_host.endpoint_of(store)  # None for one that is not reached over the network
         # Whether the store is still there. Asked before each use.
@@ -139,21 +144,23 @@ class MemberLog:
         """Begin the job in this store, or see that it is the one that has begun there."""
         where = store_host.describe(store)
         if store_host.may_begin(store):
-            mark = ours.compare_set("mark", "", self._seal.mark)
+            mark = ours.compare_set("mark", "", self._seal.mark(self._job or new_job()))
         else:
             self._await_job(ours, where)
             mark = ours.get("mark")
-        if mark.decode() != self._seal.mark:
+        number = self._seal.job_in(mark)
+        if number is None:
             raise RendezvousError(
                 "the store where this worker should meet others is that of a job with another secret, or of somebody "
                 "who knows none; it was not joined. Give all workers of a job the same secret (TELEGRAD_SECRET), and "
                 "each job a store of its own"
             )
+        self._job = number
         found = ours.compare_set("job", "", job_marker.encode(self._marker))
         problem = job_marker.difference(job_marker.decode(found, where), self._marker, where)
         if problem:
             index = ours.add("complaints", 1) - 1  # those of the other opinion wait for this worker: let them know
-            ours.set(f"complaint/{index}", problem)
+            ours.set(f"complaint/{index}", self._seal.seal(self._job, problem.encode()[:_LONGEST_COMPLAINT]))
             raise RendezvousError(problem)
 
     def _await_job(self, ours: Prefixed, where: str) -> None:
@@ -179,8 +186,9 @@ class MemberLog:
             if self._log is None or not self.stands():
                 return []
             first, self._complaints_read = self._complaints_read, self._ours.add("complaints", 0)
-            keys = [f"complaint/{index}" for index in range(first, self._complaints_read)]
-            return [self._ours.get(key).decode() for key in keys if self._ours.check(key)]
+            keys = [f"complaint/{index}" for index in _announced(first, self._complaints_read)]
+            found = [self._seal.open(self._ours.get(key)) for key in keys if self._ours.check(key)]
+            return [one.record.decode("utf-8", "replace") for one in found if one is not None and one.job == self._job]
 
     def end_job(self) -> None:
         """All leave: the next job that meets in this store may be another."""
@@ -248,7 +256,7 @@ class MemberLog:
     def publish(self, member: Member) -> bool:
         """Append a record; False if another worker has its name, as far as a register knows. In a large job the record
         of another worker, which is `relayed`, is left out if somebody has repeated it already."""
-        sealed = self._seal.seal(_encode(member))
+        sealed = self._seal.seal(self._job, _encode(member))
         if member.relayed and self.register is not None and not self.register.enter_relayed(member, sealed):
             return True
         index = int(self._open_log().add("records", 1)) - 1
@@ -257,7 +265,7 @@ class MemberLog:
 
     def say_last(self, member: Member) -> None:
         """The store may end with this worker: tell those who monitor it what they could not read there any more."""
-        store_host.say_last(self.store, self._seal.seal(_encode(member)))
+        store_host.say_last(self.store, self._seal.seal(self._job, _encode(member)))
 
     def read_last(self, monitor: socket.socket) -> list[Member]:
         """What a store that has just ended said last through a connection that monitored it."""
@@ -299,9 +307,10 @@ class MemberLog:
         try:
             if self._log is not None and self.stands():
                 end = int(self._log.add("records", 0))
-                self._unwritten += range(self._read, end)
+                self._unwritten += _announced(self._read, end, self._marker.world_size or 0)
                 self._read = end
-                fresh, self._unwritten = self._read_all(self._unwritten)
+                fresh, unwritten = self._read_all(self._unwritten)
+                self._unwritten = unwritten[-_MOST_UNWRITTEN:]
         except RuntimeError as error:
             if self.where is None:
                 raise
@@ -324,12 +333,13 @@ class MemberLog:
         return found + more, unwritten + also_unwritten
 
     def _decoded(self, sealed: bytes) -> list[Member]:
-        record = self._seal.open(sealed)
+        opened = self._seal.open(sealed)
         try:
-            if record is not None:
-                return [_decode(record)]
+            if opened is not None:
+                # Of another job: it was here before, or somebody kept its records.
+                return [_member_in(opened.record)] if opened.job == self._job else []
             problem = "it was not written by a worker of this job"
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, ValueError) as error:  # the latter: a name or an id that no worker can have
             problem = f"it is malformed: {error}"
         _warnings.warning("a record in the rendezvous store was ignored: %s", problem)
         return []
@@ -343,6 +353,22 @@ def _as_in_log(records: list[Member]) -> list[Member]:
 
 def read_records(log_: Prefixed, seal: Seal) -> list[Member]:
     """All records of a log, for one who is no worker: a launcher that wants to know what its workers said."""
-    keys = [f"record/{index}" for index in range(log_.add("records", 0))]
+    keys = [f"record/{index}" for index in _announced(0, log_.add("records", 0))]
     records = [seal.open(log_.get(key)) for key in keys if log_.check(key)]
-    return [_decode(record) for record in records if record is not None]
+    return [_member_in(opened.record) for opened in records if opened is not None]
+
+
+def _member_in(record: bytes) -> Member:
+    member = _decode(record)
+    check_name(member.name)
+    check_id(member.worker_id)
+    return member
+
+
+def _announced(first: int, end: int, workers: int = 0) -> list[int]:
+    """The numbers from `first` up to `end`. Of more than a job has workers, the first and the last: what is between
+    was announced by a stranger, who keeps nobody from finding the others."""
+    most = max(_MOST_UNWRITTEN, workers)
+    if end - first <= 2 * most:
+        return list(range(first, end))
+    return [*range(first, first + most), *range(end - most, end)]

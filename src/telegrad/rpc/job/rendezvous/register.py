@@ -138,9 +138,11 @@ class Register:
         if hosts < 2:
             return None
         place = int(self._log.get(f"{start}/host/{member.host}/place"))
-        host = f"{start}/host/{self._log.get(f'{start}/hosts/{place % hosts + 1}').decode()}"
-        number = (self._number - 1) % self._log.add(host, 0) + 1
-        return int(self._log.get(f"{host}/{number}"))
+        found = self._log.get_all([f"{start}/hosts/{place % hosts + 1}"])
+        host = f"{start}/host/{found[0].decode()}" if found else ""
+        number = (self._number - 1) % max(1, self._log.add(host, 0)) + 1
+        found = self._log.get_all([f"{host}/{number}"])  # None if somebody who is no worker has counted, too
+        return int(found[0]) if found and found[0].isdigit() else None
 
     def unchecked(self, generation: int) -> int:
         """How many workers with device maps have not found them right yet; negative: one has found them wrong."""
