@@ -29,7 +29,7 @@ from telegrad.cuda.runtime import CudaError, runtime
 log = logging.getLogger("telegrad.cuda")
 
 LEAST = 2**20  # bytes of a tensor from which this pays
-_PIECE = 2**20  # bytes that have come of a part before they are copied
+_PIECE = 2**21  # bytes that have come of a part before they are copied: each copy costs a turn of the interpreter
 _MOST_PIECES = 64  # of a message, about: a stream that has to wait takes no more than some hundreds of copies
 _FIRST_OF_ALL = -1  # the priority of a stream of torch's: those are no request's and no pass's
 

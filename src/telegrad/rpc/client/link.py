@@ -81,9 +81,10 @@ class Link(Connecting):
         specs: Any = ()
         memory: Any = b""
         if tensors:
-            specs, memory = describe_small(tensors) or describe(tensors)
             if order.active or self.member.device_maps:
-                specs, memory = self.runtime.placement.apply(self.member, tensors, specs, memory)
+                specs, memory = self.runtime.placement.describe(self.member, tensors)
+            else:
+                specs, memory = describe_small(tensors) or describe(tensors)
         now = time.monotonic()
         deadline = now + timeout if timeout else FOREVER
         resend = (message, payload, specs, memory)

@@ -155,7 +155,7 @@ class Connector:
             )
         known = self._directory.by_id(hello.worker_id)
         if known is None or known.incarnation != hello.incarnation:
-            peers.look_for_news()  # it was started, or started again, since the last look
+            peers.look_for_news(hello.worker_id)  # it was started, or started again, since the last look
             known = self._directory.by_id(hello.worker_id)
         if known is not None:
             _check_identity(known, hello, caller)
