@@ -22,6 +22,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
 from telegrad.cuda import order
+from telegrad.engine.cleanup import EndedContexts
 from telegrad.engine.gradients import take_present, to_send
 from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
 from telegrad.engine.passes import MOST_NAMED, Carried, Pass
@@ -66,6 +67,7 @@ class PassService(Layer):
         self.registry: Registry = registry_of(agent)
         self.here = agent.member.worker_id
         self._pass_ids: Iterator[PassId] = ids_of(peer_of(agent.member))
+        self.ended = EndedContexts(agent)
         self._lock = threading.Lock()
 
     def name_of(self, worker: WorkerId) -> str:
