@@ -25,7 +25,7 @@ from telegrad.cuda import order
 from telegrad.engine.cleanup import EndedContexts
 from telegrad.engine.gradients import take_present, to_send
 from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
-from telegrad.engine.passes import MOST_NAMED, Carried, Pass
+from telegrad.engine.passes import Carried, Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import MessageId, PassId, WorkerId, ids_of
@@ -154,10 +154,10 @@ class PassService(Layer):
         """Give the peer of a Recv its gradients, or tell it that none will come."""
         present, tensors = to_send(gradients)
         metadata = AutogradMetadata(pass_.context.context_id, message_id)
-        known = pass_.known
-        named = (*known,) if len(known) <= MOST_NAMED else pass_.named()
+        named = pass_.named()
         message = PropagateGradients(metadata, pass_.pass_id, pass_.root, pass_.retain_graph, named, present)
-        pass_.to_invite.discard(worker)
+        if pass_.to_invite:
+            pass_.to_invite.discard(worker)
         pass_.ask(self.agent.standing(worker) or self._link(worker), message, Packed(b"", tensors))
 
     def tell_too_late(self, pass_: Pass, worker: WorkerId, message_id: MessageId) -> None:
