@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from telegrad.engine.passes import MOST_NAMED
 from telegrad.ids import ContextId, WorkerId
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.client.pending import FOREVER
 from telegrad.rpc.request import Request
 from telegrad.wire.messages import CleanupAutogradContext, CleanupAutogradContextReply, CleanupAutogradContexts
 
@@ -29,7 +30,7 @@ class EndedContexts:
         self._agent = agent
         self._untold: deque[tuple[CleanupAutogradContext, Collection[WorkerId]]] = deque()
         self._next = 0.0  # until then they are collected
-        self._awaits_timer = False
+        self._look_at = FOREVER  # when the timer looks whether any are left
 
     def add(self, ended: CleanupAutogradContext, workers: Collection[WorkerId]) -> None:
         """Have these workers told: now, or if others have just been told of another context, a little later."""
@@ -38,14 +39,22 @@ class EndedContexts:
         # Where workers do not trust each other, each end is a message of its own, whose sender is looked at.
         if len(untold) >= _MOST or time.monotonic() >= self._next or self._agent.layers.plain:
             self._tell()
-        elif not self._awaits_timer:
-            self._awaits_timer = True
-            self._agent.timer.at(self._next, self._time_is_up)
+        elif self._look_at == FOREVER:
+            self._look_after(self._next)
 
-    def _time_is_up(self) -> None:
-        self._awaits_timer = False  # first: who adds one from here on sees to it
-        if self._untold:
-            self._agent.io_threads.submit(self._tell)  # which may have to connect
+    def _look_after(self, when: float) -> None:
+        """Where contexts go on ending, those who end them tell. The timer comes later, for the last."""
+        self._look_at = when + 2 * _SECONDS
+        self._agent.timer.at(self._look_at, self._look)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now >= self._look_at:  # else another look was asked for meanwhile, which is enough
+            self._look_at = FOREVER  # first: who adds one from here on sees to it
+            if self._untold and now < self._next + _SECONDS:
+                self._look_after(self._next)
+            elif self._untold:
+                self._agent.io_threads.submit(self._tell)  # which may have to connect
 
     def _tell(self) -> None:
         self._next = time.monotonic() + _SECONDS
