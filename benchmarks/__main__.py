@@ -25,7 +25,7 @@ FOOTPRINTS = {case.key: case for case in (footprint.IMPORT, footprint.IDLE_MEMOR
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     if options.cases == [CUDA]:
-        cuda.main([*options.impl, cuda.DIRECT])
+        cuda.main([*options.impl, cuda.BLOCKS])
         return 0
     if options.cases == [TLS]:
         return tls.main(options.quick)

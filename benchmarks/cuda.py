@@ -23,7 +23,7 @@ MB = 2**20
 _SECONDS = 1.5  # for each case
 _MOST_STEPS = 400
 _REPEATS = 2
-DIRECT = "telegrad_direct"  # with the option `cuda_direct`
+BLOCKS = "telegrad_blocks"  # without the option `cuda_direct`
 
 
 class Case(NamedTuple):
@@ -114,7 +114,7 @@ def _api(name: str, over_tcp: bool) -> _Api:
     if name.startswith("telegrad"):
         from telegrad import autograd, rpc
 
-        ways: dict[str, Any] = {"transports": ("tcp",)} if over_tcp else {"cuda_direct": name == DIRECT}
+        ways: dict[str, Any] = {"transports": ("tcp",)} if over_tcp else {"cuda_direct": name != BLOCKS}
         return _Api(rpc, autograd, lambda **given: rpc.RpcBackendOptions(**given, **ways))
     import torch.distributed.autograd as torch_autograd
     from torch.distributed import rpc as torch_rpc
@@ -207,12 +207,12 @@ def _shown(seconds: float | None) -> str:
 def show(best: dict[str, dict[str, float]]) -> None:
     """Print the table."""
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, two processes, one GPU")
-    print("| case | torch | Telegrad | ratio | `cuda_direct` | ratio | bar | aim |" + "\n|" + " --- |" * 8)
+    print("| case | torch | Telegrad | ratio | blocks alone | ratio | bar | aim |" + "\n|" + " --- |" * 8)
     for case in CASES:
         if case.key in best:
             torchs = best[case.key].get("torch")
             cells = [case.title, _shown(torchs)]
-            for ours in (best[case.key].get(name) for name in ("telegrad", DIRECT)):
+            for ours in (best[case.key].get(name) for name in ("telegrad", BLOCKS)):
                 cells += [_shown(ours), f"{torchs / ours:.1f}x" if torchs and ours else "-"]
             cells += [f"{times:g}x" if times else "-" for times in (case.bar, case.aim)]
             print(f"| {' | '.join(cells)} |")
@@ -230,7 +230,7 @@ def main(implementations: list[str], keys: list[str] | None = None) -> dict[str,
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--impl", type=lambda text: text.split(","), default=["torch", "telegrad", DIRECT])
+    parser.add_argument("--impl", type=lambda text: text.split(","), default=["torch", "telegrad", BLOCKS])
     parser.add_argument("--only", type=lambda text: text.split(","))
     parsed = parser.parse_args()
     main(parsed.impl, parsed.only)

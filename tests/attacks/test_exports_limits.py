@@ -1,5 +1,6 @@
 """A party that knows the secret and lies, at a worker that runs exported functions alone: each way around a limit."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -27,7 +28,7 @@ from telegrad.transport.addresses import connect
 from telegrad.transport.handshake import DiallerHandshake, Hello
 from telegrad.transport.stream import receive_exactly
 from telegrad.wire.codec import EMPTY_CALL, pack
-from telegrad.wire.frames import INLINE, FrameKind, SegmentSpec
+from telegrad.wire.frames import INLINE, FrameKind, SegmentSpec, encode_prefix
 from telegrad.wire.messages import (
     AbortPass,
     AnyMessage,
@@ -388,6 +389,39 @@ def test_what_is_refused_does_not_fill_the_disk(agent: Agent, folder: Path) -> N
         rate.rate, recorded._clock, recorded._since = LIMITS.calls_per_second, time.monotonic, time.monotonic()
     assert len(lines) == 15
     assert all(line["what"] == "refusal" for line in lines)
+
+
+def test_a_table_that_says_nothing_true_does_not_fill_the_disk(agent: Agent, folder: Path) -> None:
+    """A call is recorded before it is refused: with a million sizes of one tensor, or so many tensors of no size."""
+    tables = [(TensorSpec(0, 0, (1,) * 500_000, (), 0, 0, 0),), (TensorSpec(0, 0, (), (), 0, 0, 0),) * 50_000]
+    with lying_member(agent) as liar:
+        for table in tables:
+            before = (folder / "audit").stat().st_size
+            number = liar.send(CALL, payload=X.payload, tensors=table)
+            assert liar.answer()[:2] == (FrameKind.FAILURE, number)
+            assert (folder / "audit").stat().st_size - before < 2 << 20
+    last = json.loads((folder / "audit").read_text().splitlines()[-2])
+    assert len(last["tensors"]) + last["more_tensors"] == 50_000
+
+
+def test_messages_that_never_end(agent: Agent) -> None:
+    """Each connection of a party kept the memory of a message that had begun."""
+    most = agent.options.max_message_bytes
+    header = encode_prefix(FrameKind.REQUEST, 1, 0, CALL, (), (), 0, most // 2 - 1000)
+    incarnation = next(_incarnations)
+    hellos = [_hello(agent, 30, "another", incarnation=next(_incarnations))]
+    hellos += [_hello(agent, 31, "begins", incarnation=incarnation, link=link) for link in (1, 2, 3)]
+    with contextlib.ExitStack() as stack:
+        *members, one_too_many = [stack.enter_context(lying_member(agent, hello=hello)) for hello in hellos]
+        for number, member in enumerate(members, 1):  # each party has room for two of this size
+            member.sock.sendall(header)
+            wait_until(lambda many=number: _reserved(agent) > many * (most // 2 - 2000))
+        one_too_many.sock.sendall(header)
+        assert one_too_many.sock.recv(1) == b""
+
+
+def _reserved(agent: Agent) -> int:
+    return sum(session.connection.reserved for session in agent.peers.sessions() if session.connection is not None)
 
 
 def test_notices_that_fail_do_not_fill_the_log(agent: Agent) -> None:

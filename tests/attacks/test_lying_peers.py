@@ -21,7 +21,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.rpc.server import at_most_once, function_table
 from telegrad.transport.addresses import Address, connect
 from telegrad.transport.blocks.lending import Borrower, Lender
-from telegrad.transport.handshake import DiallerHandshake, Hello
+from telegrad.transport.handshake import DiallerHandshake, Hello, Refused
 from telegrad.wire.codec import EMPTY_CALL, pack
 from telegrad.wire.frames import FrameKind, SegmentSpec
 from telegrad.wire.messages import Ack, Barrier, PythonCall, RRefBackward, RRefFetch
@@ -122,6 +122,30 @@ def test_a_barrier_with_a_malformed_key(agent: Agent, key: str) -> None:
         liar.send(Barrier(key, "", 0))
         assert {liar.read()[0], liar.read()[0]} == {FrameKind.FAILURE}
     still_works()
+
+
+@pytest.mark.parametrize("activity", [-1, 2**63 - 1, 2**64 - 1])
+def test_a_barrier_with_more_calls_than_anybody_made(agent: Agent, activity: int) -> None:
+    """Added to those of others it did not fit the answer, and `shutdown` broke with an OverflowError."""
+    with lying_member(agent) as liar:
+        assert "calls" in liar.asks(Barrier("shutdown/0", "liar", activity))
+    still_works()
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\x1b[31mred", "x" * 200, "worker 1"])
+def test_a_name_that_no_worker_can_have(agent: Agent, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It stood in logs as it was, lines and all."""
+    hello = Hello(5, name, 1 << 30, agent.member.incarnation, 1, False, "main", ticket=bytes(16))
+    with pytest.raises(Refused, match="name"), lying_member(agent, hello=hello):
+        pass
+    assert name.isprintable() or name not in caplog.text
+
+
+@pytest.mark.parametrize("worker_id", [-1, 1 << 16, 2**63 - 1])
+def test_an_id_that_no_worker_can_have(agent: Agent, worker_id: int) -> None:
+    hello = Hello(worker_id, "liar", 1 << 30, agent.member.incarnation, 1, False, "main", ticket=bytes(16))
+    with pytest.raises(Refused, match="worker id"), lying_member(agent, hello=hello):
+        pass
 
 
 def test_nobody_reaches_a_barrier_for_another(agent: Agent) -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.errors import TelegradError
+from telegrad.errors import CallRefused, TelegradError
 from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
@@ -25,7 +26,7 @@ from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Address
 from telegrad.transport.handshake import ListenerHandshake, Welcome
 from telegrad.wire.codec import pack_plain
-from telegrad.wire.frames import FrameKind, encode_prefix, encode_whole
+from telegrad.wire.frames import INLINE, FrameKind, SegmentSpec, encode_prefix, encode_whole
 from telegrad.wire.messages import (
     AutogradMetadata,
     ExceptionReply,
@@ -36,6 +37,7 @@ from telegrad.wire.messages import (
     RpcWithAutogradReply,
 )
 from telegrad.wire.tensor.small import describe_small
+from telegrad.wire.tensor.specs import TensorSpec
 from tests.attacks.frames import OTHERS, Frames
 from tests.attacks.strangers import memory_mb
 from tests.cluster import join
@@ -155,6 +157,22 @@ def test_nothing_that_came_back_is_unpickled(server: Server, tmp_path: Path) -> 
         with pytest.raises(TelegradError):
             _call()
         assert not exploded.exists()
+
+
+def test_a_result_that_is_repeated_without_end(server: Server) -> None:
+    """Four bytes that say they are a terabyte: whoever computes with that ends there."""
+    spec = TensorSpec(0, 0, (1 << 38,), (0,), 0, 0, 0)
+    raw = pack_plain(X).payload
+    prefix = partial(encode_prefix, tensors=(spec,), segments=(SegmentSpec(4, INLINE, 0),), payload_bytes=len(raw))
+    server.answer = lambda number, _: prefix(FrameKind.REPLY, number, 0, PythonReply(), data_bytes=4) + raw + bytes(4)
+    with pytest.raises(CallRefused, match=r"max_message_bytes.*1099511627776 bytes"):
+        _call()
+    with pytest.raises(CallRefused, match="max_message_bytes"):
+        rpc.rpc_async("liar", "anything", (X,), timeout=60).wait()
+    bomb = b"\x03\x01\x00\x91\xdd" + (2 << 20).to_bytes(4, "big") + b"\x90" * (2 << 20)
+    server.answer = lambda number, _: encode_prefix(FrameKind.REPLY, number, 0, PythonReply(), (), (), len(bomb)) + bomb
+    with pytest.raises(CallRefused, match=r"max_message_bytes.*values"):
+        _call()
 
 
 def test_a_reply_names_messages_of_its_sender_alone(server: Server) -> None:

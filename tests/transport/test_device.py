@@ -15,7 +15,7 @@ import torch
 
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.mapping import Mapping
-from telegrad.transport.device import regions
+from telegrad.transport.device import blocks, regions
 from telegrad.transport.device.blocks import SLAB, Announcement, DeviceBlock, NoRoom
 from telegrad.transport.device.borrowing import DeviceBorrower, DeviceSegment
 from telegrad.transport.device.flags import Flags, Number, Page, Patience, Promise, keep_promises
@@ -197,3 +197,11 @@ def test_a_living_peer_keeps_its_promise_itself(page: Page, cuda: Noted) -> None
     keep_promises([Promise(flag.written, 1, lambda: spoiled.append(1))], peer_is_gone)
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "telegrad-lost-gpu-work"])
     assert len(gone) == 3 and flag.written.has_reached(1) and not spoiled
+
+
+def test_what_finalizers_release_is_counted(cuda: Noted) -> None:
+    budget = blocks.Budget()
+    half = int(cuda.total_memory() * budget.share) // 2
+    assert budget.reserve(0, half) and budget.reserve(0, half) and not budget.reserve(0, half)
+    budget.drop(0, half)
+    assert budget.taken(0) == half and budget.reserve(0, half)

@@ -9,12 +9,14 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from telegrad.errors import ProtocolError, SerializationError
+from telegrad.rpc.job.debug_waits import waits_of
 from telegrad.transport.blocks.mapping import Mapping
 from telegrad.transport.device import blocks, leftovers, regions
 from telegrad.transport.device.borrowing import DeviceBorrower
@@ -410,6 +412,26 @@ def test_a_new_allocation_at_an_old_address_is_another_region(cuda: Noted, monke
     monkeypatch.setattr(cuda, "allocation_of", lambda _: (identity + 1, start, size))
     second = regions.regions.of(address)
     assert second is not None and second.number != first.number
+
+
+def test_debug_waits_names_what_a_peer_may_use(ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telegrad.cuda.order.active", True)
+    member = SimpleNamespace(name="w1", worker_id=1)
+    link = SimpleNamespace(
+        member=member, current=SimpleNamespace(devices=ends.here), pending=SimpleNamespace(snapshot=list)
+    )
+    silent = SimpleNamespace(member=member, connection=None, served=list)
+    peers = SimpleNamespace(links=lambda: [link], sessions=lambda: [silent])
+    agent: Any = SimpleNamespace(peers=peers, layers=[])
+    assert waits_of(agent) == []
+    ends.here.landing.prepare(0, [Form(torch.float32, (2**20,), ())])
+    assert waits_of(agent) == [], "the peer does not know of it"
+    ends.talk()
+    assert waits_of(agent) == [("has granted w1 device memory for 1 tensors to come, 4.0 MB", -1)]
+    ends.here.lend(*sent(cuda))
+    lent, granted = waits_of(agent)
+    assert lent.text.startswith("has lent 1 blocks of device memory") and lent.worker_id == 1
+    assert granted.text.startswith("has granted w1")
 
 
 def test_flags_have_a_page(cuda: Noted) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -21,8 +22,8 @@ from telegrad.cuda.runtime import CudaError, runtime
 log = logging.getLogger("telegrad.cuda")
 
 CHUNK = 4 * 2**20
-_CHUNK_OF_PART = 2**20  # of bytes that several threads write: their first chunks come down one after the other
-_AHEAD = 3  # chunks on their way while one is being written
+_FIRST_CHUNK = 2**20  # of threads that write parts of one tensor the first chunks come down one after the other
+_WINDOW = 4 * CHUNK  # bytes of pinned memory for each thread that writes
 _PIN_FROM = 2**20  # bytes; pinning less costs more than it saves
 
 _pinning = threading.Lock()
@@ -120,29 +121,44 @@ class DeviceBytes:
     def chunks(self) -> Iterator[memoryview]:
         """The bytes in order. Each chunk is valid until the next one is asked for."""
         current = self._stream or torch.cuda.current_stream(self._device)
-        most = CHUNK if self._stream is None else _CHUNK_OF_PART
-        offsets = iter(range(0, self._nbytes, most))
-        size = min(most, self._nbytes)
-        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(_AHEAD + 1)]
-        events = [torch.cuda.Event() for _ in buffers]  # type: ignore[no-untyped-call] # of torch's
-        started: list[tuple[int, int]] = []  # place among the buffers, bytes
-        place = 0
+        buffer = torch.empty(min(_WINDOW, self._nbytes), dtype=torch.uint8, pin_memory=True)
+        first = buffer.data_ptr()
+        coming: deque[tuple[int, torch.cuda.Event, int]] = deque()  # where, when it is there, bytes
+        taken = 0  # bytes of the buffer that hold what is coming or being written
+        most = 2 * _FIRST_CHUNK  # few at first: other threads' first chunks come behind these
+        try:
+            for offset, length in cut_in_chunks(self._nbytes):
+                # A chunk is whole within the buffer: the sizes double up to that of the last ones, which divides it.
+                while taken + length > most:
+                    yield _there(coming[0])
+                    taken -= coming.popleft()[2]
+                    most = _WINDOW
+                place = first + offset % _WINDOW
+                with torch.cuda.device(self._device):
+                    runtime().copy(place, self._address + offset, length, current.cuda_stream)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
+                event.record(current)
+                coming.append((place, event, length))
+                taken += length
+            while coming:
+                yield _there(coming[0])
+                coming.popleft()
+        finally:
+            for _, event, _ in coming:  # given up: the buffer is not used again before these are there
+                event.synchronize()
 
-        def start_next() -> None:
-            nonlocal place
-            offset = next(offsets, None)
-            if offset is not None:
-                length = min(most, self._nbytes - offset)
-                runtime().copy(buffers[place].data_ptr(), self._address + offset, length, current.cuda_stream)
-                events[place].record(current)
-                started.append((place, length))
-                place = (place + 1) % len(buffers)
 
-        for _ in range(_AHEAD):
-            start_next()
-        while started:
-            index, length = started.pop(0)
-            start_next()
-            events[index].synchronize()
-            view = (ctypes.c_char * length).from_address(buffers[index].data_ptr())
-            yield memoryview(view).cast("B")
+def _there(chunk: tuple[int, torch.cuda.Event, int]) -> memoryview:
+    """The bytes of a chunk, once they have come."""
+    place, event, length = chunk
+    event.synchronize()
+    return memoryview((ctypes.c_char * length).from_address(place)).cast("B")
+
+
+def cut_in_chunks(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of each chunk of so many bytes. The first are small, so that writing begins early."""
+    offset = 0
+    while offset < nbytes:
+        length = min(CHUNK, max(_FIRST_CHUNK, offset), nbytes - offset)
+        yield offset, length
+        offset += length

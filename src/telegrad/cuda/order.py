@@ -135,12 +135,18 @@ def take(arrived: int = 0) -> Lane:
             lane = Lane()
             _lanes.append(lane)
         lane.ended = False
+    follow_all(lane.stream, arrived)
+    return lane
+
+
+def follow_all(stream_on: Callable[[int], torch.cuda.Stream], before: int) -> None:
+    """Have streams, one for each device, wait for the default ones and for all that was answered here before a
+    moment: they may use whatever memory is free then."""
     for device in _devices:
         default = _default_stream(device)
         if not default.query():
-            _wait(lane.stream(device), default)
-    _follow(lane.stream, arrived)
-    return lane
+            _wait(stream_on(device), default)
+    _follow(stream_on, before)
 
 
 def _wait(ours: torch.cuda.Stream, theirs: torch.cuda.Stream) -> None:
@@ -331,7 +337,7 @@ def follow(made: Mark) -> None:
     """What was enqueued before a mark is seen by this thread's streams from now on."""
     for device, event in made.events:
         torch.cuda.current_stream(device).wait_event(event)
-    _keep_memory(made.tensors)
+    keep_memory(made.tensors)
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
@@ -345,10 +351,10 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
 def adopt(tensors: Iterable[Tensor]) -> None:
     """The same, for tensors that were made there and will be used, and let go of, by this thread."""
     join()
-    _keep_memory(tensors)
+    keep_memory(tensors)
 
 
-def _keep_memory(tensors: Iterable[Tensor]) -> None:
+def keep_memory(tensors: Iterable[Tensor]) -> None:
     """Tensors of other streams are used on the current ones: their memory is not used again before that is done."""
     for tensor in tensors:
         if tensor.is_cuda:

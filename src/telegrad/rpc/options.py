@@ -63,9 +63,8 @@ class RpcBackendOptions:
         cuda_memory_share: the share of each GPU's memory that blocks for messages between workers on one host may take;
             beyond it messages go through host memory. Idle blocks are given back. 0 for none.
         cuda_direct: let workers on one GPU read each other's arguments where they lie, and write results to where they
-            stay, instead of copying through blocks: a small call then takes two thirds of the time. Off by default,
-            while it is new: torch may free memory that the other process has open, which CUDA does not promise to
-            allow.
+            stay, instead of copying through blocks: a small call then takes two thirds of the time. False for blocks
+            alone: a process then opens no memory of another's allocator, which torch may free meanwhile.
         max_message_bytes: a larger message is refused before memory is taken for it; others are told, and do not send
             it. Tensors in shared memory do not count: they are in the sender's. By default 64 GiB, and 1 GiB with
             `exports_only`, where tensors count as if they were written out.
@@ -102,7 +101,7 @@ class RpcBackendOptions:
         heartbeat: float = 1.0,
         max_message_bytes: int | None = None,
         cuda_memory_share: float = 0.1,
-        cuda_direct: bool = False,
+        cuda_direct: bool = True,
         tcp_connections: int | None = None,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from telegrad.cuda import host, order
+from telegrad.cuda.upload import LEAST, Upload, Wanted, begin
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.copying import Copier
 from telegrad.transport.blocks.lending import Borrower, Lender
+from telegrad.transport.device.blocks import budget
 from telegrad.transport.device.channel import DEVICE_NOTICES, DeviceChannel, is_granted, is_of_device
 from telegrad.transport.device.flags import Page
 from telegrad.transport.device.in_place import InPlace
@@ -26,6 +28,7 @@ from telegrad.transport.stream import Stream, is_running
 from telegrad.wire.block_notices import ReleaseBlocks, RetireBlocks
 from telegrad.wire.frames import INLINE, Frame, SegmentSpec, align, returned
 from telegrad.wire.messages import AnyMessage
+from telegrad.wire.tensor.on_device import device_of
 from telegrad.wire.tensor.segments import HOST
 from telegrad.wire.tensor.tensors import Segment, TensorSpec, segment_bytes, segment_view
 
@@ -187,6 +190,30 @@ class TensorMemory:
 
     # --- receiving ---
 
+    @staticmethod
+    def upload(frame: Frame, memory: Any, start: int, nbytes: int) -> Upload | None:
+        """The inline segments of a message begin to come into `memory`, from `start` on: take those that are wanted on
+        a GPU there as they come. Specs come from a peer, so what is odd about them is left to whoever checks them."""
+        if not order.active:
+            return None
+        goes: dict[int, str] = {}
+        for spec in frame.tensors:
+            if goes.setdefault(spec.segment, spec.device) != spec.device:
+                goes[spec.segment] = ""  # to several devices
+        wanted: list[Wanted] = []
+        end = 0
+        for number, segment in enumerate(frame.segments):
+            name = goes.get(number, "")
+            if segment.block != INLINE or segment.nbytes < LEAST or not name.startswith("cuda:"):
+                continue
+            device = device_of(name)
+            if device is not None:
+                if not end <= segment.offset <= nbytes - segment.nbytes:
+                    return None
+                wanted.append(Wanted(number, segment.offset, segment.nbytes, device))
+                end = segment.offset + segment.nbytes
+        return begin(memory, start, wanted, budget)
+
     def find(self, frame: Frame) -> None:
         """Find the memory of a message that came."""
         borrowed: dict[int, Any] = {}
@@ -199,13 +226,19 @@ class TensorMemory:
                 memory = inline
             else:
                 memory = borrowed.get(segment.block) or self._memory_of(segment.block, borrowed)
-                frame.is_large = True
+                if segment.nbytes >= SHARE_FROM or not is_of_device(
+                    segment.block
+                ):  # on the GPU there are small ones, too
+                    frame.is_large = True
             end = segment.offset + segment.nbytes
             if segment.nbytes < 0 or segment.offset < 0 or end > len(memory):
                 raise ProtocolError(
                     f"a segment of {segment.nbytes} bytes at {segment.offset} exceeds its {len(memory)} bytes"
                 )
             buffers.append(memory[segment.offset : end])
+        if frame.upload is not None:
+            buffers = [frame.upload.segment(number, buffer) for number, buffer in enumerate(buffers)]
+            frame.upload = None
         frame.buffers = buffers
 
     def _memory_of(self, block: int, known: dict[int, Any]) -> Any:

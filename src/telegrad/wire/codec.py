@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -31,7 +31,7 @@ _MAX_FLAT = 255
 _MOST_SHAPES = 4096
 _SCALARS = frozenset({int, float, str, bool, bytes, type(None)})
 _encode_scalars = msgspec.msgpack.Encoder().encode
-_decode_scalars = msgspec.msgpack.Decoder(list[Any]).decode
+_decode_scalars = msgspec.msgpack.Decoder(Annotated[list[Any], msgspec.Meta(max_length=_MAX_FLAT)]).decode
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -93,6 +93,14 @@ def pack_call(args: tuple[Any, ...]) -> Packed | None:
 def is_flat(payload: Any) -> bool:
     """Whether nothing in a payload is pickled."""
     return len(payload) > 0 and payload[0] in _FLAT_FORMS
+
+
+def is_modest(payload: Any) -> bool:
+    """Whether a payload of one who is not trusted has no more values than may be. To be asked before it is unpacked:
+    where scalars are expected there may be anything. (What is plain data is checked as it is read.)"""
+    if len(payload) <= plain.MOST_VALUES or payload[0] not in (_FLAT_TUPLE, _FLAT_CALL):
+        return True
+    return plain.are_few(payload[2 + payload[1] :])
 
 
 def unpack_flat(payload: Any, tensors: Sequence[Tensor]) -> Any:

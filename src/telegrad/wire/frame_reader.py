@@ -15,7 +15,6 @@ from telegrad.wire.frames import (
     MAGIC,
     MALFORMED,
     MAX_FRAME,
-    MAX_RECORD,
     STRIPED,
     VERSION,
     WHOLE_BEGINS,
@@ -23,6 +22,7 @@ from telegrad.wire.frames import (
     align,
     decode,
     malformed,
+    max_record,
     unpack_header,
 )
 from telegrad.wire.parts import STRIPE_FROM
@@ -41,10 +41,26 @@ class Arrival(Protocol):
         """Asked when those are there: whether the others are. If not, nothing is to be read until they are."""
 
 
+class Upload(Protocol):
+    """Takes the segments of a frame on, to a GPU, while they are coming."""
+
+    def part(self, start: int, stop: int) -> Callable[[int], None]:
+        """Somebody reads the bytes from `start` to `stop`: what to call with the place that was reached."""
+
+
 class _Lengths(NamedTuple):
     record: int
     payload: int
     data: int  # the inline segments
+
+
+class _Large(NamedTuple):
+    """A frame that has memory of its own."""
+
+    lengths: _Lengths
+    memory: Any
+    start: int  # where it begins there
+    frame: Frame | None  # its record, if all of that had come when it began
 
 
 class FrameReader:
@@ -57,7 +73,7 @@ class FrameReader:
 
     def __init__(self, allocate: Callable[[int], Any] = bytearray, max_frame: int = MAX_FRAME) -> None:
         self._allocate = allocate
-        self._max_frame = max_frame
+        self._max_frame, self._max_record = max_frame, max_record(max_frame)
         self._max_whole = min(max_frame, READ_SIZE)
         self._buffer = bytearray(READ_SIZE)
         self._view = memoryview(self._buffer)
@@ -65,16 +81,27 @@ class FrameReader:
         self._end = 0
         self.target = self._view  # where the next bytes of the stream belong
         self.has_memory = False  # whether a frame was read since it was last cleared whose memory is to be found
-        # A frame too large for the buffer: its lengths, its memory, where it starts there; the target is its rest.
-        self._large: tuple[_Lengths, Any, int] | None = None
-        self.arriving: Callable[[memoryview], Arrival] | None = None  # where there are several streams
+        self._large: _Large | None = None  # one too large for the buffer; the target is its rest
+        self.arriving: Callable[[memoryview, Upload | None], Arrival] | None = None  # where there are several streams
+        # Given the record of a large frame, its memory, and which bytes of that are the segments that begin to come.
+        self.uploading: Callable[[Frame, Any, int, int], Upload | None] | None = None
+        self._reached: Callable[[int], None] | None = None  # of that, for this stream's part of the segments
+        self._here = 0  # the end of that part
         self.on_large: Callable[[], None] | None = None  # called when a frame begins that could use several
+        # Called with its bytes before memory is taken for a large frame; raises ProtocolError if there is no room.
+        self.before_large: Callable[[int], None] | None = None
         self._arrival: Arrival | None = None
 
     @property
     def waiting(self) -> bool:
         """Whether a frame lacks nothing but what comes over other streams: then there is no target."""
         return self._arrival is not None and not self.target
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the large frame that has begun and not ended."""
+        large = self._large
+        return 0 if large is None else sum(large[0])
 
     @property
     def idle(self) -> bool:
@@ -129,9 +156,9 @@ class FrameReader:
             if begin + LENGTHS.size > limit:
                 return None
             payload, data = LENGTHS.unpack_from(self._view, begin)
-        if record > MAX_RECORD or record + payload + data > self._max_frame:
+        if record > self._max_record or record + payload + data > self._max_frame:
             raise ProtocolError(
-                f"a frame of {record} + {payload} + {data} bytes is over the limit ({MAX_RECORD} for its record, "
+                f"a frame of {record} + {payload} + {data} bytes is over the limit ({self._max_record} for its record, "
                 f"{self._max_frame} in all)"
             )
         if begins == _STRIPED_BEGINS and (data < STRIPE_FROM or self.arriving is None):
@@ -163,39 +190,51 @@ class FrameReader:
         """A frame gets memory of its own; `have` is what has come of it."""
         lead = lengths.record + lengths.payload
         total = lead + lengths.data
+        if self.before_large is not None:
+            self.before_large(total)
         start = align(lead) - lead  # so that the inline segments are aligned in memory
         memory = self._allocate(start + total)
         view = memoryview(memory).cast("B")[start : start + total]
+        frame = decode(have[: lengths.record]) if len(have) >= lengths.record else None
+        upload: Upload | None = None
+        if self.uploading is not None and frame is not None and frame.segments:
+            upload = frame.upload = self.uploading(frame, memory, start + lead, lengths.data)
+        self._here = lengths.data
         if is_striped:
             assert self.arriving is not None
-            self._arrival = self.arriving(view[lead:])
-            view = view[: lead + self._arrival.here]
+            self._arrival = self.arriving(view[lead:], upload)
+            self._here = self._arrival.here
+            view = view[: lead + self._here]
         elif total >= STRIPE_FROM and self.on_large is not None:
             self.on_large()
         view[: len(have)] = have
-        self._large, self.target = (lengths, memory, start), view[len(have) :]
+        self._reached = None if upload is None else upload.part(0, self._here)
+        self._large, self.target = _Large(lengths, memory, start, frame), view[len(have) :]
         self._start = self._end = 0
 
     def _received_of_large(self, count: int) -> list[Frame]:
         assert self._large is not None
         self.target = self.target[count:]
+        if self._reached is not None:
+            self._reached(self._here - len(self.target))
         if self.target:
             return []
         if self._arrival is not None:
             if not self._arrival.is_complete():
                 return []
             self._arrival = None
-        lengths, memory, start = self._large
-        self._large, self.target = None, self._view
+        large, self._large, self._reached, self.target = self._large, None, None, self._view
         self.has_memory = True
-        return [_frame_in_place(lengths, memory, start)]
+        return [_frame_in_place(large)]
 
 
-def _frame_in_place(lengths: _Lengths, memory: Any, start: int) -> Frame:
+def _frame_in_place(large: _Large) -> Frame:
+    lengths, memory, start, frame = large
     view = memoryview(memory).cast("B")
     middle = start + lengths.record
     end = middle + lengths.payload
-    frame = decode(view[start:middle])
+    if frame is None:
+        frame = decode(view[start:middle])
     frame.is_large = True
     if lengths.payload:
         frame.payload = view[middle:end]  # type: ignore[assignment] # read like bytes

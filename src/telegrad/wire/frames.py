@@ -33,6 +33,7 @@ INLINE = -1  # the block number of a segment that travels in the frame itself
 _RETURNED = -2  # those from here down are the receiver's own blocks, which come back
 
 MAX_RECORD = 64 * 2**20
+_LEAST_RECORD = 4 * 2**20
 MAX_FRAME = 64 * 2**30
 
 
@@ -72,6 +73,7 @@ def returned(block: int) -> int:
 
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 _NO_BUFFERS: Sequence[Any] = ()
+_NO_UPLOAD: Any = None
 
 
 class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True, eq=False, dict=True):
@@ -89,6 +91,7 @@ class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True, eq=Fals
     data_offset = 0  # where those begin in `data`
     is_large = False  # whether it holds more than its sender should keep: it has memory of its own
     buffers = _NO_BUFFERS  # one writable buffer per segment, once the connection has found them
+    upload = _NO_UPLOAD  # what took its segments on to a GPU while they came, until the connection has found them
     arrived = 0  # set by who reads it, where the order of work on a GPU depends on it
     read_at = 0.0  # when, if that is still to be recorded
 
@@ -144,6 +147,12 @@ def encode_prefix(
     """A frame with more to it, up to its record; the caller sends payload and inline segments right behind that."""
     record = _encode((kind, request_id, ack, message, tensors, b"", None, segments))
     return pack_header(BEGINS[form], len(record)) + LENGTHS.pack(payload_bytes, data_bytes) + record
+
+
+def max_record(max_frame: int) -> int:
+    """Bytes that the record of a frame may have for one who takes frames of so many: decoded it is some twenty times as
+    large, so that who takes little of others takes fewer tensors in one message, too."""
+    return min(MAX_RECORD, max(_LEAST_RECORD, max_frame // 256))
 
 
 def align(offset: int, alignment: int = ALIGNMENT) -> int:

@@ -21,6 +21,11 @@ from telegrad.errors import ProtocolError, SerializationError
 LIST, TUPLE, DICT, SET, FROZENSET, TENSOR, DATACLASS, BIG, COMPLEX, SIZE = range(10)
 MAX_DEPTH = 32
 _MAX_DIGITS = 4096
+MOST_VALUES = 1 << 20  # in one message: each may take 64 bytes here and one on its way. Large data travels as tensors
+# Keys of a dict, and members of a set, whose hashes its sender chooses. Any number may have the same hash, and each is
+# compared with all the others then; of numbers of 64 bits only a few do, and the hashes of text are not to be foreseen.
+MOST_CHOSEN_KEYS = 1024
+_SAFE_KEYS = frozenset({str, bytes, float, bool, type(None)})
 _SCALARS = frozenset({type(None), bool, float, str, bytes})
 _SEQUENCES: dict[type, int] = {list: LIST, tuple: TUPLE, set: SET, frozenset: FROZENSET, torch.Size: SIZE}
 _MAKERS: dict[int, Callable[[list[Any]], Any]] = {
@@ -33,6 +38,7 @@ _MAKERS: dict[int, Callable[[list[Any]], Any]] = {
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
+_decode_array = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 C = TypeVar("C", bound=type)
 
@@ -73,7 +79,10 @@ def register_dataclass(cls: C, name: str | None = None) -> C:
 def encode(value: Any) -> tuple[bytes, list[Tensor]]:
     """A value as bytes and its tensors. SerializationError names what cannot travel as plain data."""
     tensors: list[Tensor] = []
-    return _encode(_reduce(value, tensors, 0)), tensors
+    raw = _encode(_reduce(value, tensors, 0))
+    if len(raw) > MOST_VALUES and not are_few(raw):
+        raise SerializationError(f"more than {MOST_VALUES} values in one message; send numbers as a tensor")
+    return raw, tensors
 
 
 def _reduce(value: Any, tensors: list[Tensor], depth: int) -> Any:
@@ -114,11 +123,47 @@ def _big(value: int) -> list[Any]:
 def decode(raw: Any, tensors: Sequence[Tensor]) -> Any:
     """Put a value together again. ProtocolError if it is not one."""
     try:
+        if len(raw) > MOST_VALUES and not are_few(raw):
+            raise ProtocolError(f"more than {MOST_VALUES} values came in one message")
         return _build(_decode(raw), tensors, 0)
     except ProtocolError:
         raise
     except (msgspec.MsgspecError, ValueError, TypeError, IndexError, KeyError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"what came is not plain data: {error}") from error
+
+
+def are_few(raw: Any) -> bool:
+    """Whether there are no more values in it than may be, looked at array by array before memory is taken for them."""
+    left, todo = MOST_VALUES, [memoryview(raw)]
+    while todo:
+        part = todo.pop()
+        first = part[0] if part else 0
+        if 0x90 <= first <= 0x9F:
+            left -= first & 0x0F
+        elif first in (0xDC, 0xDD):
+            left -= int.from_bytes(part[1 : 3 if first == 0xDC else 5], "big")
+        elif 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
+            raise ProtocolError("a map is not plain data")
+        else:
+            continue
+        if left < 0:
+            return False
+        try:
+            todo += [memoryview(each) for each in _decode_array(part)]
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"what came is not plain data: {error}") from error
+    return True
+
+
+def _check_keys(keys: Sequence[Any]) -> None:
+    if len(keys) > MOST_CHOSEN_KEYS:
+        chosen = sum(type(key) not in _SAFE_KEYS and not _is_short(key) for key in keys)
+        if chosen > MOST_CHOSEN_KEYS:
+            raise ProtocolError(f"{chosen} keys that are not text, bytes or short numbers; at most {MOST_CHOSEN_KEYS}")
+
+
+def _is_short(key: Any) -> bool:
+    return type(key) is int and -(2**63) <= key < 2**64
 
 
 def _build(found: Any, tensors: Sequence[Tensor], depth: int) -> Any:
@@ -130,9 +175,13 @@ def _build(found: Any, tensors: Sequence[Tensor], depth: int) -> Any:
         raise ProtocolError("what came as plain data is too deep, or begins with no tag")
     tag, parts = found[0], found[1:]
     if tag in _MAKERS:
-        return _MAKERS[tag]([_build(part, tensors, depth + 1) for part in parts])
+        built = [_build(part, tensors, depth + 1) for part in parts]
+        if tag in (SET, FROZENSET):
+            _check_keys(built)
+        return _MAKERS[tag](built)
     if tag == DICT:
         built = [_build(part, tensors, depth + 1) for part in parts]
+        _check_keys(built[::2])
         return dict(zip(built[::2], built[1::2], strict=True))
     if tag == TENSOR:
         (index,) = parts

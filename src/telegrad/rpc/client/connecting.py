@@ -107,6 +107,7 @@ class Connecting:
                 raise
         self.replies.receiver.last_heard = time.monotonic()
         connection.after_hold = self.replies.arm_if_awaited
+        self.runtime.delayed_flush.look_after(connection)
         connection.copier.ask_for_help = self.runtime.helpers.ask
         self._io_threads.register(connection.stream.fileno(), self.replies.readable, armed=False)
         self.current = connection  # only now may others send: what came before is on its way

@@ -5,15 +5,17 @@ import logging
 import time
 from typing import Protocol
 
-from telegrad.errors import ProtocolError, TelegradError
+from telegrad.errors import CallRefused, ProtocolError, TelegradError
 from telegrad.rpc.client.completion import Completion
 from telegrad.rpc.client.pending import Pending, Slot
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import NOTICE, Frame
-from telegrad.wire.messages import Ack, AnyMessage, Exhausted, Goodbye
+from telegrad.wire.codec import is_modest
+from telegrad.wire.frames import FAILURE, NOTICE, Frame
+from telegrad.wire.messages import Ack, AnyMessage, ExceptionReply, Exhausted, Goodbye
+from telegrad.wire.tensor.specs import written_out
 
 log = logging.getLogger("telegrad.rpc")
 
@@ -49,6 +51,8 @@ class Receiver:
         self._slots = link.pending.slots
         self._announce = link.completion.announce
         self._audit = link.runtime.layers.audit
+        # What a reply may be when it is written out, from one that is not trusted; 0 without a limit.
+        self._most = link.runtime.options.max_message_bytes if link.runtime.layers.plain else 0
         self.last_heard = 0.0
         self._received: list[int] = []  # replies since the last acknowledgement
 
@@ -71,6 +75,8 @@ class Receiver:
             self._link.lost(connection)
             return
         self.last_heard = time.monotonic()
+        if self._most:
+            self._refuse_beyond(frames)
         acknowledge = False
         for frame in frames:
             if frame.is_large:
@@ -92,9 +98,21 @@ class Receiver:
             elif slot.complete is not None:
                 read.append(slot)
         if connection.outbox:
-            self.flush(connection)
+            connection.flush()  # it never waits: this thread reads
         if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
             self.acknowledge(connection)
+
+    def _refuse_beyond(self, frames: list[Frame]) -> None:
+        """A few bytes can say that they are to be repeated without end. Nobody here computes with that: the reply is
+        taken for a refusal."""
+        for frame in frames:
+            nbytes = written_out(frame.tensors) if frame.tensors else 0
+            if nbytes > self._most or not is_modest(frame.payload):
+                what = f"tensors of {nbytes} bytes" if nbytes > self._most else "more values than one message may have"
+                text = f"rule 'max_message_bytes': {what} came, written out; at most {self._most}"
+                frame.kind = FAILURE
+                frame.message = ExceptionReply(self._link.member.name, CallRefused.__name__, text, "")
+                frame.tensors, frame.payload, frame.data, frame.segments, frame.buffers = (), b"", None, (), ()
 
     def _announced(self, slot: Slot, frame: Frame) -> bool:
         """A reply came that is recorded, or whose caller sleeps. Whether the slot has to be completed."""
@@ -114,15 +132,6 @@ class Receiver:
             for layer in self._runtime.layers:
                 layer.on_late_reply(frame, self._link.member.worker_id)
 
-    def flush(self, connection: Connection) -> None:
-        """Send what waited to be sent together."""
-        try:
-            connection.flush(deadline=time.monotonic())  # this thread reads: it must not wait until the worker does
-        except TimeoutError:
-            self._runtime.delayed_flush.within(LAZY, connection)
-        except (OSError, ValueError):
-            log.debug("what was held back for %s goes over its next connection", self._link.member.name)
-
     def acknowledge(self, connection: Connection) -> None:
         """A large reply came, or many: let their sender forget them soon, if no request follows at once.
 
@@ -135,6 +144,6 @@ class Receiver:
             named.extend([request_id for request_id in received if request_id >= lowest])
         try:
             connection.send(NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
-            self._runtime.delayed_flush.within(LAZY, connection)
+            connection.flush_within(LAZY)
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self._link.member.name)

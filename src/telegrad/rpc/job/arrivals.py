@@ -17,6 +17,7 @@ Answer = Callable[[int], None]  # called with the sum of all activities
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _MOST_OPEN = 256
+_MOST_ACTIVITY = 2**53  # calls of one worker in all; what is beyond would not fit an answer when it is added up
 _LAST_ROUNDS = {"left": 1e18, "closed": 2e18}
 
 
@@ -30,6 +31,8 @@ class Arrivals:
         """A worker reached a barrier; a second arrival of the same one replaces the first. ProtocolError for what is
         no barrier, before anything is noted."""
         _round_of(key)
+        if not 0 <= activity <= _MOST_ACTIVITY:
+            raise ProtocolError(f"no worker has made and served {activity} calls")
         if key not in self._arrived and len(self._arrived) >= _MOST_OPEN:
             raise ProtocolError(f"more than {_MOST_OPEN} barriers are open at a time")
         self._arrived.setdefault(key, {})[worker] = (activity, answer)

@@ -49,7 +49,7 @@ def debug_waits(cluster: bool = False) -> str:
     if not cluster:
         lines = [wait.text for wait in waits_of(agent)]
         return "\n".join(lines) or f"worker {agent.info.name!r} waits for nothing"
-    names = {int(member.worker_id): member.name for member in agent.directory.members()}
+    names = {int(member.worker_id): member.name for member in agent.peers.everyone()}
     answers: dict[int, Sequence[Wait] | None] = {**_ask_all(agent), int(agent.info.id): waits_of(agent)}
     lines = chains(names, answers, int(agent.info.id))
     others = [i for i in sorted(names) if i != agent.info.id and not any(names[i] in line for line in lines)]
@@ -82,16 +82,23 @@ def waits_of(agent: Agent) -> list[Wait]:
 
 
 def _lent_device_memory(agent: "Agent") -> list[Wait]:
-    """Blocks of device memory that other workers have not copied out yet."""
+    """Memory of GPUs that other workers may still read or write: blocks they have not copied out, for which this worker
+    may come to wait, and memory granted to them for tensors that have yet to come, which nobody waits for."""
     ends = [(link.member, link.current) for link in agent.peers.links()]
     ends += [(session.member, session.connection) for session in agent.peers.sessions()]
     found = []
     for member, connection in ends:
         channel = None if connection is None else connection.devices
-        count, nbytes = (0, 0) if channel is None else channel.lender.lent()
+        if channel is None:
+            continue
+        count, nbytes = channel.lender.lent()
         if count:
             text = f"has lent {count} blocks of device memory, {nbytes / 2**20:.1f} MB, to {member.name}"
             found.append(Wait(text, member.worker_id))
+        count, nbytes = channel.landing.granted
+        if count:
+            text = f"has granted {member.name} device memory for {count} tensors to come, {nbytes / 2**20:.1f} MB"
+            found.append(Wait(text))
     return found
 
 

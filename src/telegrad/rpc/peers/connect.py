@@ -18,7 +18,7 @@ from telegrad.rpc.peers.heartbeat import REDIAL_SECONDS, cannot_answer
 from telegrad.rpc.peers.peers import Peers
 from telegrad.rpc.peers.widen import Widening
 from telegrad.rpc.runtime import Runtime
-from telegrad.rpc.workers import Directory, Member
+from telegrad.rpc.workers import Directory, Member, check_id, check_name
 from telegrad.transport.addresses import TCP, Listeners, host_identity
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello, Refused, Welcome
@@ -135,6 +135,11 @@ class Connector:
     def _admit(self, hello: Hello, caller: Caller) -> Welcome:
         """Whether a caller that proved itself is welcome, and as what."""
         me, peers = self._me, self._peers
+        try:  # both appear in logs, and in the names of what is kept for it
+            check_name(hello.name)
+            check_id(hello.worker_id)
+        except ValueError as error:
+            raise AuthenticationError(str(error)) from None
         if hello.wanted_incarnation != me.incarnation:
             raise AuthenticationError(
                 f"worker {me.name!r} was started again (its incarnation is {me.incarnation}, "
@@ -150,7 +155,7 @@ class Connector:
             )
         known = self._directory.by_id(hello.worker_id)
         if known is None or known.incarnation != hello.incarnation:
-            peers.look_for_news()  # it was started, or started again, since the last look
+            peers.look_for_news(hello.worker_id)  # it was started, or started again, since the last look
             known = self._directory.by_id(hello.worker_id)
         if known is not None:
             _check_identity(known, hello, caller)

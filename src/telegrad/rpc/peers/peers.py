@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from telegrad.errors import AuthenticationError, NotInitialized, UnknownWorker, WorkerDied
+from telegrad.errors import AuthenticationError, NotInitialized, ProtocolError, UnknownWorker, WorkerDied
 from telegrad.ids import Incarnation, WorkerId, generation_of
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.outcomes import LinkEvents
@@ -30,6 +31,7 @@ MOST_SESSIONS = 4096  # links of all callers together
 MOST_OF_ONE = 64  # of one caller that is not trusted
 _MOST_DEAD = 65536  # ends that are remembered
 _FRESH_SECONDS = 0.05  # a worker needs longer than that to be started again
+_LOOK_SECONDS = 0.02
 _LONGEST_ENDING = 400  # characters of what a worker says of its end
 
 
@@ -46,11 +48,16 @@ class MemberRecords(Protocol):
     """The log of members in the rendezvous store (`job/rendezvous/member_log.py`), as far as it is needed here."""
 
     store: Any
+    reads_all: bool  # whether all records are given when one is asked about
 
-    def news(self, take: Callable[[list[Member]], None]) -> None:
-        """Give the records appended since the last time to `take`."""
+    @property
+    def is_settling(self) -> bool:
+        """Whether records that are not there may come in a moment, since the store was lost."""
 
-    def publish(self, member: Member) -> None:
+    def news(self, take: Callable[[list[Member]], None], about: str | int | None = None) -> None:
+        """Give the records appended since the last time to `take`, at least the one `about` a worker."""
+
+    def publish(self, member: Member) -> bool:
         """Append a record."""
 
     def end_job(self) -> None:
@@ -73,6 +80,7 @@ class Peers:
         self._directory = directory
         self.member_log: MemberRecords | None = None  # where other workers say that they come and go
         self._looked = 0.0  # when, the last time
+        self._looked_at: dict[int, float] = {}  # the same of single workers, by id
         self._liveness: dict[int, Liveness] = {}  # by incarnation
         self._lock = threading.Lock()
         self._links: dict[WorkerId, Link] = {}
@@ -95,13 +103,36 @@ class Peers:
                 return member
         if (member is None or self._linked(member) is None) and not self._runtime.closing:
             if member is None or not self._has_fresh_news_of(member):
-                self.look_for_news()  # it may be new, or have been started again
+                self._look_for(to)  # it may be new, or have been started again
             member = self._known(to)
+            if member is None:
+                member = self._await_record(to)
         if member is None:  # one that left is known to be dead: whatever is asked of it says so
             member = self._directory.who_left(to.name if isinstance(to, WorkerInfo) else to)
         if member is None:
+            self.everyone()  # whom the error names
             raise self._directory.unknown(to)
         return member
+
+    def _look_for(self, to: str | int | WorkerInfo) -> None:
+        self.look_for_news(to.id if isinstance(to, WorkerInfo) else to)
+
+    def _await_record(self, to: str | int | WorkerInfo) -> Member | None:
+        """A worker of a large job that may only be unknown because the store of its record is being opened anew."""
+        deadline = time.monotonic() + self._runtime.patience
+        while self.member_log is not None and self.member_log.is_settling and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            self._look_for(to)
+            member = self._known(to)
+            if member is not None:
+                return member
+        return None
+
+    def everyone(self) -> list[Member]:
+        """All members, by id. In a large job their records are read when this is first asked."""
+        if self.member_log is not None and not self.member_log.reads_all:
+            self.look_for_news()
+        return self._directory.members()
 
     def _known(self, to: str | int | WorkerInfo) -> Member | None:
         if isinstance(to, str):
@@ -118,15 +149,24 @@ class Peers:
     def _has_fresh_news_of(self, member: Member) -> bool:
         """Whether a worker that is called for the first time need not be looked up: one that calls all others looks
         once, and not once for each."""
-        return member.worker_id not in self._links and time.monotonic() - self._looked < _FRESH_SECONDS
+        looked = max(self._looked, self._looked_at.get(member.worker_id, 0.0))
+        return member.worker_id not in self._links and time.monotonic() - looked < _FRESH_SECONDS
 
-    def look_for_news(self) -> None:
-        """Read what others published since the last time."""
+    def look_for_news(self, about: str | int | None = None) -> None:
+        """Read what others published since the last time; in a large job only the record `about` one worker, if that
+        is all that is asked for."""
         if self.member_log is None:
             return
-        self._looked = time.monotonic()
+        now = time.monotonic()
+        if about is None or self.member_log.reads_all:
+            self._looked = now
+
+        def take(members: Sequence[Member]) -> None:
+            self._looked_at.update(dict.fromkeys((m.worker_id for m in members), now))
+            self.take_news(members)
+
         try:
-            self.member_log.news(self.take_news)
+            self.member_log.news(take, about)
         except RuntimeError as error:
             log.debug("the rendezvous store does not answer: %s", error)
 
@@ -155,7 +195,7 @@ class Peers:
         """Wait until a worker that died is back under its name; raises what ended it at the deadline."""
         deadline = time.monotonic() + seconds
         while True:
-            self.look_for_news()
+            self.look_for_news(member.name)
             known = self._directory.by_name(member.name)
             if known is not None and known.incarnation != member.incarnation:
                 return
@@ -165,7 +205,7 @@ class Peers:
                     worker=member.name,
                     incarnation=member.incarnation,
                 )
-            time.sleep(0.02)
+            time.sleep(_LOOK_SECONDS)
 
     # --- links ---
 
@@ -263,6 +303,7 @@ class Peers:
 
     def serve(self, hello: Hello, connection: Connection, main_by_value: bool) -> None:
         """Serve what a caller that was let in asks over a connection, its first or the next."""
+        known = self._directory.by_id(hello.worker_id)
         with self._lock:
             self._welcomed.pop(id(hello), None)
             if hello.incarnation in self._dead:  # found dead between its welcome and now
@@ -273,12 +314,23 @@ class Peers:
                 connection.close()  # two began the same link at once: it is the other's
                 return
             if session is None:
-                known = self._directory.by_id(hello.worker_id)
                 if known is None or known.incarnation != hello.incarnation:
                     known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
                 session = Session(self._runtime, self._events, known, main_by_value, hello.link, hello.ticket)
                 self._sessions[_key(hello)] = session
+        if self._runtime.options.exports_only:
+            connection.ask_before_large(partial(self._check_room, hello.name))
         session.attach(connection)
+
+    def _check_room(self, name: str, nbytes: int) -> None:
+        """A large message of a party begins: ProtocolError if it has too much under way, over all its connections."""
+        options = self._runtime.options
+        connections = [session.connection for session in self.sessions() if session.member.name == name]
+        under_way = sum(each.reserved for each in connections if each is not None)
+        if under_way + nbytes > max(options.limits.kept_bytes, options.max_message_bytes):
+            raise ProtocolError(
+                f"rule 'kept_bytes': messages of {under_way} bytes of {name!r} are on their way already"
+            )
 
     # --- who is gone ---
 
@@ -299,7 +351,7 @@ class Peers:
 
     def unanswered(self, member: Member, why: str) -> None:
         """Nobody listens any more where a worker did. If it has said that it leaves, that is what ended it."""
-        self.look_for_news()
+        self.look_for_news(member.worker_id)
         self.lost(member, why)
 
     def _leaves(self, member: Member, ending: str) -> None:

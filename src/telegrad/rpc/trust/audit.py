@@ -53,6 +53,9 @@ _WHAT: dict[type, str] = {
 _WRAPPERS = {RpcWithAutograd, RpcWithAutogradReply, RpcWithProfiling, RpcWithProfilingReply, RpcWithTrace}
 
 
+_MOST_TENSORS, _MOST_SIZES = 10_000, 64  # in one record: a table that says nothing true must not fill the disk
+
+
 class Audit(Layer):
     """Writes the records of one worker. Any thread may call it."""
 
@@ -110,7 +113,9 @@ class Audit(Layer):
             context = message.metadata.context_id
         if context is not None:
             record["context"] = context
-        record["tensors"] = [_shown(spec) for spec in tensors]
+        record["tensors"] = [_shown(spec) for spec in tensors[:_MOST_TENSORS]]
+        if len(tensors) > _MOST_TENSORS:
+            record["more_tensors"] = len(tensors) - _MOST_TENSORS
         record["payload_bytes"] = len(payload)
         self._write(record)
 
@@ -141,7 +146,11 @@ def _shown(spec: TensorSpec) -> dict[str, Any]:
     for size in spec.shape:
         count *= size
     itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 0
-    return {"dtype": str(dtype).removeprefix("torch."), "shape": list(spec.shape), "bytes": count * itemsize}
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": list(spec.shape[:_MOST_SIZES]),
+        "bytes": count * itemsize,
+    }
 
 
 def _function(request: Request) -> str:

@@ -4,9 +4,7 @@ Every request passes here before its handler. What may be asked at all is a shor
 are counted for each peer by itself, so that one that asks too much is refused and the others notice nothing.
 """
 
-import math
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -18,6 +16,7 @@ from telegrad.rpc.trust.audit import Audit
 from telegrad.rpc.trust.exports import Limits, find_export
 from telegrad.rpc.trust.held import held_by
 from telegrad.rpc.trust.rate import TokenBucket
+from telegrad.wire.codec import is_modest
 from telegrad.wire.messages import (
     AbortPass,
     Ack,
@@ -43,7 +42,7 @@ from telegrad.wire.messages import (
     RRefUserDelete,
     TooLateForPass,
 )
-from telegrad.wire.tensor.specs import DTYPES, TensorSpec
+from telegrad.wire.tensor.specs import written_out
 
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
@@ -132,7 +131,7 @@ class Guard:
             if worker_of(message.metadata.message_id) != caller.worker_id:
                 raise CallRefused("rule 'own contexts': a call names a message that another worker sent")
             self._check_call(peer, request, message.call)
-            self._check_context(peer, message.metadata.context_id, _written_out(request.frame.tensors))
+            self._check_context(peer, message.metadata.context_id, written_out(request.frame.tensors))
         elif type(message) in (PythonCall, PythonRemoteCall, RRefFetch):
             self._check_call(peer, request, message)
         elif type(message) in _OVER_CONTEXTS or type(message) in _ABOUT_CONTEXTS:
@@ -169,9 +168,11 @@ class Guard:
             raise CallRefused(f"rule 'kept_bytes': {_MOST_REPLIES} results wait for you to say that they arrived")
         if sum(_held_bytes(each) for each in open_ones) > limits.kept_bytes:
             raise CallRefused(f"rule 'kept_bytes': {limits.kept_bytes} bytes wait for you to say that they arrived")
+        if not is_modest(request.frame.payload):
+            raise CallRefused("rule 'max_message_bytes': more values than one message may have; send a tensor")
         if not request.frame.tensors:
             return
-        nbytes, most = _written_out(request.frame.tensors), self._agent.options.max_message_bytes
+        nbytes, most = written_out(request.frame.tensors), self._agent.options.max_message_bytes
         if nbytes > most:  # a few bytes can say that they are to be repeated without end
             raise CallRefused(f"rule 'max_message_bytes': tensors of {nbytes} bytes, written out; at most {most}")
         if nbytes > _LARGE:
@@ -316,15 +317,6 @@ def _held_bytes(session: Any) -> int:
             _, _, _, payload, _, memory = reply
             held += len(payload) + (len(memory) if isinstance(memory, bytes) else sum(s.nbytes for s in memory))
     return held
-
-
-def _written_out(tensors: Sequence[TensorSpec]) -> int:
-    """Bytes of tensors as they are to whoever computes with them; a sparse or expanded one has few of its own."""
-    return sum([math.prod(spec.shape) * _itemsize(spec.dtype) for spec in tensors])
-
-
-def _itemsize(code: int) -> int:
-    return DTYPES[code].itemsize if 0 <= code < len(DTYPES) else 0  # what is wrong with it is found when it is built
 
 
 def _check_own(rref_id: int, caller: "Member") -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -41,13 +42,14 @@ class NoRoom(Exception):
 
 
 class Budget:
-    """How much memory of each GPU the blocks and grants of this process may take."""
+    """How much memory of each GPU this process may take for blocks, grants and tensors that nobody has taken yet."""
 
     def __init__(self) -> None:
         self.share = 0.1
         self._taken: dict[int, int] = {}
         self._totals: dict[int, int] = {}
         self._lock = threading.Lock()
+        self._dropped: deque[tuple[int, int]] = deque()  # what was released by `drop`: append only, no lock
 
     def allocate(self, device: int, nbytes: int) -> int:
         """Memory within the budget; NoRoom beyond it, or where the GPU has none left."""
@@ -67,7 +69,7 @@ class Budget:
             if device not in self._totals:
                 with torch.cuda.device(device):
                     self._totals[device] = runtime().total_memory()
-            taken = self._taken.get(device, 0)
+            taken = self._count(device)
             if taken + nbytes > int(self._totals[device] * self.share):
                 return False
             self._taken[device] = taken + nbytes
@@ -77,6 +79,16 @@ class Budget:
         """The same memory is nobody's business here any more."""
         with self._lock:
             self._taken[device] -= nbytes
+
+    def drop(self, device: int, nbytes: int) -> None:
+        """Release it from a finalizer, which may run anywhere, within `reserve` too."""
+        self._dropped.append((device, nbytes))
+
+    def _count(self, device: int) -> int:
+        while self._dropped:
+            dropped, nbytes = self._dropped.popleft()
+            self._taken[dropped] -= nbytes
+        return self._taken.get(device, 0)
 
     def free(self, device: int, address: int, nbytes: int) -> None:
         """Give memory back."""
@@ -88,8 +100,9 @@ class Budget:
             log.debug("a block of device memory could not be freed: %s", error)
 
     def taken(self, device: int) -> int:
-        """Bytes of this GPU in blocks of this process."""
-        return self._taken.get(device, 0)
+        """Bytes of this GPU that are taken."""
+        with self._lock:
+            return self._count(device)
 
 
 budget = Budget()

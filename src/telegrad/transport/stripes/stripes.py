@@ -25,6 +25,7 @@ from telegrad.errors import SealBroken
 from telegrad.transport.stream import SocketStream
 from telegrad.transport.stripes.sealed_stream import SealedStream
 from telegrad.transport.stripes.threads import PartThreads
+from telegrad.wire.frame_reader import Upload
 from telegrad.wire.parts import LEAST_FIRST, cut, divide
 
 log = logging.getLogger("telegrad.transport")
@@ -107,15 +108,24 @@ class Stripes:
 
     # --- receiving ---
 
-    def arriving(self, view: memoryview) -> "Arrival":
-        """A message with so much memory for its tensors begins to come: read its parts into it."""
+    def arriving(self, view: memoryview, upload: Upload | None = None) -> "Arrival":
+        """A message with so much memory for its tensors begins to come: read its parts into it. With `upload`, what
+        has come of them is taken on to a GPU."""
         bounds = divide(len(view), self.count, self._first)
         arrival = Arrival(self, self._main, bounds[1], len(self._sides))
         for side, (begin, end) in zip(self._sides, itertools.pairwise(bounds[1:]), strict=True):
-            self._start(functools.partial(self._read, side, view[begin:end], arrival))
+            reached = None if upload is None else upload.part(begin, end)
+            self._start(functools.partial(self._read, side, view[begin:end], arrival, begin, reached))
         return arrival
 
-    def _read(self, side: SocketStream, view: memoryview, arrival: "Arrival") -> None:
+    def _read(
+        self,
+        side: SocketStream,
+        view: memoryview,
+        arrival: "Arrival",
+        begin: int,
+        reached: Callable[[int], None] | None,
+    ) -> None:
         error: Exception | None = None
         try:
             at, end = 0, len(view)
@@ -129,6 +139,8 @@ class Stripes:
                     raise ConnectionResetError("a stream of the connection ended in the middle of a message")
                 self.last_read = time.monotonic()
                 at += max(0, count)
+                if reached is not None:
+                    reached(begin + at)
         except Exception as problem:
             error = problem
             if isinstance(problem, SealBroken):

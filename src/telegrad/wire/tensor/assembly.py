@@ -70,6 +70,12 @@ def check_flags(dtype: torch.dtype, flags: int) -> None:
         raise ProtocolError(f"a tensor of {dtype} is said to require gradients, which only floating ones can")
 
 
+def _check_written_out(index: int, spec: TensorSpec) -> None:
+    """What is copied as it is put together has to have come whole: a few bytes can say that they repeat without end."""
+    if element_span(spec.shape, spec.strides or contiguous_strides(spec.shape)) < math.prod(spec.shape):
+        raise ProtocolError(f"tensor {index}, of a nested one, repeats the memory it came with")
+
+
 def finish(tensor: Tensor, flags: int) -> Tensor:
     requires_grad = bool(flags & _REQUIRES_GRAD)
     check_flags(tensor.dtype, flags)
@@ -135,6 +141,8 @@ class Assembly:
                 raise ProtocolError(f"tensor {index}: {part} is not the index of a part")
             if self._part_of.setdefault(part, index) != index or spec.parts.count(part) > 1:
                 raise ProtocolError(f"tensor {index}: part {part} already belongs to tensor {self._part_of[part]}")
+            if kind is TensorKind.NESTED:
+                _check_written_out(part, self._specs[part])
         if not 0 <= spec.flags < 2 * Flag.COALESCED:
             raise ProtocolError(f"tensor {index}: unknown flags {spec.flags:#x}")
         dtype = dtype_of(spec.dtype)
@@ -186,14 +194,16 @@ class Assembly:
         """Put one tensor together. Torch checks what the parts of sparse tensors say about each other."""
         if kind is TensorKind.NESTED:
             return torch.nested.as_nested_tensor(parts, dtype=dtype, device=self._device(spec.device))
+        # Indices are copied: whoever sent them may have put another tensor into the same memory, and torch, which
+        # checks them here, believes them from then on. Written through that one they would lead out of the tensor.
         if kind is TensorKind.SPARSE_COO:
-            indices, values = parts
+            indices, values = parts[0].clone(), parts[1]
             coalesced = bool(spec.flags & Flag.COALESCED)
             return torch.sparse_coo_tensor(
                 indices, values, spec.shape, dtype=dtype, is_coalesced=coalesced, check_invariants=True
             )
         if kind in _LAYOUTS:
-            compressed, plain, values = parts
+            compressed, plain, values = parts[0].clone(), parts[1].clone(), parts[2]
             return torch.sparse_compressed_tensor(
                 compressed, plain, values, spec.shape, dtype=dtype, layout=_LAYOUTS[kind], check_invariants=True
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
 from typing import Any
 
@@ -76,3 +78,12 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     device: str = ""
     parts: tuple[int, ...] = ()
     scalars: tuple[float, ...] = ()
+
+
+def written_out(tensors: Sequence[TensorSpec]) -> int:
+    """Bytes of tensors as they are to whoever computes with them; a sparse or expanded one has few of its own."""
+    return sum([math.prod(spec.shape) * _itemsize(spec.dtype) for spec in tensors])
+
+
+def _itemsize(code: int) -> int:
+    return DTYPES[code].itemsize if 0 <= code < len(DTYPES) else 0  # what is wrong with it is found when it is built

@@ -1,0 +1,191 @@
+"""Tensors on their way to the GPU while the rest of their message is still coming.
+
+A large message is read into pinned memory, by one thread or by several, each with a part of it. What has come is copied
+to the GPU in pieces, on a stream of their own, so that only the last pieces are left to wait for when the message is
+complete. The memory on the GPU is of torch's allocator. It was free when the message began, so the stream follows, as
+one of a request does, what had been answered until then (`order.follow_all`): that may still be at work in it.
+
+Only memory that is pinned already is used like that, which means that an earlier message came in it and was copied as a
+whole (`host.to_device`): pinning takes longer than what it would save. Until somebody takes the tensors, which may be
+long if many requests wait, their memory counts as the transport's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from telegrad.cuda import order
+from telegrad.cuda.host import to_device
+from telegrad.cuda.runtime import CudaError, runtime
+
+log = logging.getLogger("telegrad.cuda")
+
+LEAST = 2**20  # bytes of a tensor from which this pays
+_PIECE = 2**21  # bytes that have come of a part before they are copied: each copy costs a turn of the interpreter
+_MOST_PIECES = 64  # of a message, about: a stream that has to wait takes no more than some hundreds of copies
+_FIRST_OF_ALL = -1  # the priority of a stream of torch's: those are no request's and no pass's
+
+
+class Wanted(NamedTuple):
+    """Bytes of a message that go to a GPU."""
+
+    segment: int  # their number among those of the message
+    start: int
+    nbytes: int
+    device: torch.device
+
+
+class Budget(Protocol):
+    """How much memory of each GPU may be taken by what is not the program's."""
+
+    def reserve(self, device: int, nbytes: int) -> bool:
+        """Count memory as taken; False if it would be too much."""
+
+    def drop(self, device: int, nbytes: int) -> None:
+        """It is the program's now, or free. For finalizers, too."""
+
+
+def begin(memory: Any, offset: int, wanted: Sequence[Wanted], budget: Budget) -> Upload | None:
+    """Bytes that will be put into `memory` from `offset` on are wanted, in this order; None if they have to be copied
+    when all is there."""
+    mapping = getattr(memory, "mapping", None)
+    if not wanted or mapping is None or not mapping.seen_at:
+        return None
+    try:
+        return Upload(memory, offset, wanted, budget)
+    except RuntimeError as error:  # torch's or CUDA's: there is no memory, which whoever takes the tensor is told
+        log.debug("a message is copied to the GPU when all of it is there: %s", error)
+        return None
+
+
+class Upload:
+    """Copies of what has come of one message. Threads that read its parts enqueue them; one thread takes the tensors,
+    after all of it has come."""
+
+    def __init__(self, memory: Any, offset: int, wanted: Sequence[Wanted], budget: Budget) -> None:
+        self._copying = False  # whether there may be copies that are not done
+        self._failed = False
+        self._budget = budget
+        self._reserved: dict[int, Wanted] = {}  # what nobody has taken, by segment
+        for one in wanted:
+            if not budget.reserve(one.device.index, one.nbytes):
+                raise RuntimeError("what waits on the GPU for somebody to take it is as much as may be")
+            self._reserved[one.segment] = one
+        self._memory = memory  # kept until the GPU has read it
+        self._address = ctypes.addressof(memory) + offset
+        self._wanted = wanted
+        self._starts = [one.start for one in wanted]
+        self._piece = max(_PIECE, sum(one.nbytes for one in wanted) // _MOST_PIECES)
+        order.follow_all(lambda index: _stream(torch.device("cuda", index)), order.now())
+        self._tensors = {one.segment: (one.device, allocate(one.nbytes, one.device)) for one in wanted}
+        self._targets = [self._tensors[one.segment][1].data_ptr() for one in wanted]
+
+    def part(self, start: int, stop: int) -> Callable[[int], None]:
+        """A thread reads the bytes from `start` to `stop`, in order: what it calls with the place it has reached."""
+        done = start
+
+        def reached(place: int) -> None:
+            nonlocal done
+            if place - done >= self._piece or place == stop > done:
+                self._copy(done, place)
+                done = place
+
+        return reached
+
+    def _copy(self, start: int, stop: int) -> None:
+        """Enqueue copies of what is wanted of these bytes."""
+        self._copying = True
+        for index in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._wanted)):
+            one = self._wanted[index]
+            if one.start >= stop:
+                break
+            first, last = max(start, one.start), min(stop, one.start + one.nbytes)
+            if first < last:
+                target = self._targets[index] + first - one.start
+                try:
+                    with torch.cuda.device(one.device):
+                        runtime().copy(target, self._address + first, last - first, stream_of(one.device))
+                except CudaError as error:
+                    log.debug("a message is copied to the GPU when all of it is there: %s", error)
+                    self._failed = True
+
+    def segment(self, number: int, view: memoryview) -> Any:
+        """What stands for a segment of the message, which came in `view`."""
+        return Uploaded(self, number, view) if number in self._tensors else view
+
+    def take(self, segment: int, device: torch.device) -> Tensor | None:
+        """The bytes of a segment on that device; None if they are not there."""
+        meant, tensor = self._tensors[segment]
+        if meant != device or not self._wait():
+            return None
+        self._release(segment)
+        order.keep_memory([tensor])
+        return tensor
+
+    def _release(self, segment: int) -> None:
+        one = self._reserved.pop(segment, None)
+        if one is not None:
+            self._budget.drop(one.device.index, one.nbytes)
+
+    def _wait(self) -> bool:
+        """Return when the copies are done; whether they are."""
+        if self._copying:
+            self._copying = False
+            try:
+                for device in {one.device for one in self._wanted}:
+                    runtime().synchronize(stream_of(device))
+            except CudaError as error:
+                log.debug("copies to the GPU failed: %s", error)
+                self._failed = True
+        return not self._failed
+
+    def __del__(self) -> None:
+        """If nobody took it: its memory is not used again while the GPU reads it."""
+        self._wait()
+        for segment in list(self._reserved):
+            self._release(segment)
+
+
+class Uploaded:
+    """A run of tensor bytes that went to a GPU as it came."""
+
+    __slots__ = ("_number", "_upload", "_view", "nbytes")
+
+    def __init__(self, upload: Upload, number: int, view: memoryview) -> None:
+        self._upload = upload
+        self._number = number
+        self._view = view
+        self.nbytes = view.nbytes
+
+    def storage_on(self, device: torch.device) -> torch.UntypedStorage:
+        """It in a storage of its own."""
+        tensor = self._upload.take(self._number, device)
+        if tensor is not None:
+            return tensor.untyped_storage()
+        if device.type == "cuda":
+            return to_device(self._view, device)
+        return torch.frombuffer(self._view, dtype=torch.uint8).to(device).untyped_storage()
+
+
+def allocate(nbytes: int, device: torch.device) -> Tensor:
+    """Memory of the stream that copies to a device."""
+    with torch.cuda.stream(_stream(device)):
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def stream_of(device: torch.device) -> int:
+    """That stream, as the CUDA runtime knows it."""
+    return int(_stream(device).cuda_stream)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=_FIRST_OF_ALL)  # type: ignore[no-untyped-call] # of torch's

@@ -1,0 +1,367 @@
+"""Tensors that go to the GPU while their message is still coming, without a GPU: what is copied when, and from where.
+
+Host memory stands in for the GPU's; `tests/cuda/test_over_tcp.py` has the same on a real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telegrad.cuda import host, order, upload
+from telegrad.cuda.runtime import CudaError
+from telegrad.cuda.upload import LEAST, Upload, Uploaded, Wanted
+from telegrad.transport import tensor_memory
+from telegrad.transport.blocks.heap import Heap
+from telegrad.transport.connection import Connection
+from telegrad.transport.tensor_memory import TensorMemory
+from telegrad.wire.frame_reader import FrameReader
+from telegrad.wire.frames import INLINE, Frame, FrameKind, SegmentSpec, encode_prefix
+from telegrad.wire.messages import Ping, PythonReply
+from telegrad.wire.tensor.tensors import TensorSpec, describe
+from tests.transport.test_connection import make_pair
+from tests.transport.test_stripes import Pair, in_thread, receive
+
+CUDA = torch.device("cuda", 0)
+MB = 2**20
+
+
+class Gpu:
+    """Stands in for the CUDA runtime: copies at once, and notes it."""
+
+    def __init__(self) -> None:
+        self.copied: list[int] = []  # bytes
+        self.waits = 0
+        self.broken = False
+        self.room = 2**40  # bytes that may still be taken
+
+    def reserve(self, device: int, nbytes: int) -> bool:
+        assert device == 0
+        if nbytes > self.room:
+            return False
+        self.room -= nbytes
+        return True
+
+    def drop(self, device: int, nbytes: int) -> None:
+        assert device == 0
+        self.room += nbytes
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        assert stream == 5
+        if self.broken:
+            raise CudaError("broken")
+        ctypes.memmove(target, source, nbytes)
+        self.copied.append(nbytes)
+
+    def synchronize(self, stream: int) -> None:
+        assert stream == 5
+        self.waits += 1
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[Gpu]:
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = Gpu()
+        patch.setattr(upload, "runtime", lambda: gpu)
+        patch.setattr(upload, "stream_of", lambda _: 5)
+        patch.setattr(upload, "allocate", lambda nbytes, _: torch.zeros(nbytes, dtype=torch.uint8))
+        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        patch.setattr(tensor_memory, "device_of", torch.device)
+        patch.setattr(order, "active", True)
+        patch.setattr(tensor_memory, "budget", gpu)
+        yield gpu
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with stand_in() as made:
+        yield made
+
+
+heap = Heap()
+
+
+def pinned(nbytes: int) -> Any:
+    """Receive memory that is pinned, as far as anybody looks."""
+    memory = heap.allocate(nbytes)
+    memory.mapping.seen_at = 1
+    return memory
+
+
+def on_gpu(*tensors: torch.Tensor, others: int = 0) -> tuple[list[TensorSpec], Any]:
+    """Specs and segments of tensors that go to the GPU, all but the last few."""
+    specs, segments = describe(list(tensors))
+    count = len(specs) - others
+    return [msgspec.structs.replace(spec, device="cuda:0") for spec in specs[:count]] + specs[count:], segments
+
+
+def floats_on(buffer: Any, device: torch.device) -> torch.Tensor:
+    return torch.empty(0).set_(buffer.storage_on(device))
+
+
+# --- what is copied when ---
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), min_size=1, max_size=6),
+    st.lists(st.integers(0, 400), max_size=3),
+    st.integers(1, 20),
+    st.integers(0, 2**32),
+)
+def test_all_that_is_wanted_arrives_in_whatever_steps_it_comes(
+    segments: list[tuple[int, int]], cuts: list[int], piece: int, seed: int
+) -> None:
+    """Segments with gaps between them, read in parts, by several threads: in any order, whatever comes at once."""
+    wanted, total, choice = [], 0, random.Random(seed)
+    for number, (size, gap) in enumerate(segments):
+        wanted.append(Wanted(number, total + gap, size, CUDA))
+        total += gap + size
+    memory = pinned(total)
+    memory[:total] = bytes(i % 251 for i in range(total))
+    with stand_in() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upload, "_PIECE", piece)
+        going = Upload(memory, 0, wanted, gpu)
+        bounds = sorted({0, total, *[cut for cut in cuts if cut < total]})
+        parts = [(going.part(a, b), iter([*sorted(choice.choices(range(a, b), k=5)), b])) for a, b in pairwise(bounds)]
+        while parts:
+            part = choice.choice(parts)
+            place = next(part[1], None)
+            if place is None:
+                parts.remove(part)
+            else:
+                part[0](place)
+        assert sum(gpu.copied) == sum(size for size, _ in segments), "each byte once"
+        for one in wanted:
+            tensor = going.take(one.segment, CUDA)
+            assert tensor is not None
+            assert bytes(tensor.tolist()) == memory[one.start : one.start + one.nbytes]
+        assert gpu.room == 2**40, "it is the program's now"
+
+
+def test_pieces_are_copied_before_the_message_is_complete(gpu: Gpu) -> None:
+    """The reader alone, fed by hand: nothing depends on how sockets divide what comes."""
+    nbytes = 5 * MB
+    specs = (TensorSpec(0, 0, (nbytes,), (), 0, 0, 0, "cuda:0"),)
+    table = (SegmentSpec(nbytes, INLINE, 0),)
+    raw = encode_prefix(FrameKind.REPLY, 1, 0, Ping(), specs, table, 0, nbytes) + bytes(nbytes)
+    reader = FrameReader(pinned)
+    reader.uploading = TensorMemory.upload
+    copied, frames, at = [], [], 0
+    while at < len(raw):
+        count = min(len(reader.target), 300_000, len(raw) - at)
+        reader.target[:count] = raw[at : at + count]
+        frames += reader.received(count)
+        at += count
+        copied.append(sum(gpu.copied))
+    (frame,) = frames
+    late = [at - done for at, done in zip(itertools.accumulate(itertools.repeat(300_000)), copied[:-1], strict=False)]
+    assert max(late) < upload._PIECE + 400_000, "no more than a piece is behind"
+    assert copied[-1] == nbytes and gpu.waits == 0, "the thread that reads waits for nothing"
+    assert isinstance(frame.upload, Upload)
+
+
+def test_a_large_message_has_pieces_of_its_size(gpu: Gpu) -> None:
+    nbytes = 256 * MB  # never touched: nothing is copied
+    going = Upload(pinned(nbytes), 0, [Wanted(0, 0, nbytes, CUDA)], gpu)
+    reached = going.part(0, nbytes)
+    reached(nbytes // 64 - 1)
+    assert not gpu.copied
+
+
+# --- over connections ---
+
+
+@pytest.fixture(params=["one", "several", "sealed"])
+def ends(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[tuple[Connection, Connection]]:
+    if request.param == "one":
+        a, b = make_pair(shared=False)
+        with closing(a), closing(b):
+            b._reader._allocate = pinned
+            yield a, b
+    else:
+        with closing(Pair(3, sealed=request.param == "sealed")) as pair:
+            pair.ends[1]._reader._allocate = pinned
+            yield pair.ends[0], pair.ends[1]
+
+
+def pass_on(ends: tuple[Connection, Connection], specs: list[TensorSpec], segments: Any) -> Frame:
+    send = functools.partial(ends[0].send, FrameKind.REPLY, 1, 0, PythonReply(), b"payload", specs, segments)
+    with in_thread(send) as outcome:
+        frames = receive(ends[1])
+    assert outcome == [None] and frames is not None
+    assert bytes(frames[0].payload) == b"payload"
+    return frames[0]
+
+
+def test_tensors_for_the_gpu_are_there_when_the_message_is(ends: tuple[Connection, Connection], gpu: Gpu) -> None:
+    x, y, small, on_host = torch.randn(3, 600_000), torch.randn(400_001), torch.randn(3), torch.randn(500_000)
+    for _ in range(2):
+        gpu.copied.clear()
+        frame = pass_on(ends, *on_gpu(x, y, small, on_host, others=1))
+        assert [type(buffer) for buffer in frame.buffers] == [Uploaded, Uploaded, memoryview, memoryview]
+        assert sum(gpu.copied) == x.nbytes + y.nbytes
+        for sent, buffer in zip((x, y), frame.buffers[:2], strict=True):
+            assert buffer.nbytes == sent.nbytes
+            assert torch.equal(floats_on(buffer, CUDA), sent.flatten())
+        assert torch.equal(torch.frombuffer(frame.buffers[3], dtype=torch.float32), on_host)
+        assert frame.upload is None
+
+
+def test_memory_that_is_not_pinned_is_copied_as_a_whole(ends: tuple[Connection, Connection], gpu: Gpu) -> None:
+    ends[1]._reader._allocate = heap.allocate
+    heap._idle.clear()
+    frame = pass_on(ends, *on_gpu(torch.randn(900_000)))
+    assert type(frame.buffers[0]) is memoryview and not gpu.copied
+
+
+def test_a_copy_that_fails_is_made_again_from_the_host(
+    ends: tuple[Connection, Connection], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.broken = True
+    x = torch.randn(900_000)
+    frame = pass_on(ends, *on_gpu(x))
+    made = []
+    monkeypatch.setattr(upload, "to_device", lambda view, device: made.append((bytes(view), device)))
+    frame.buffers[0].storage_on(CUDA)
+    assert made == [(x.numpy().tobytes(), CUDA)]
+    assert torch.equal(floats_on(frame.buffers[0], torch.device("cpu")), x)
+
+
+def test_what_nobody_takes_is_not_used_again_before_the_gpu_has_read_it(gpu: Gpu) -> None:
+    memory = pinned(4 * MB)
+    going = Upload(memory, 0, [Wanted(0, 0, 4 * MB, CUDA)], gpu)
+    going.part(0, 4 * MB)(upload._PIECE + 1)
+    (returns,) = [ref for ref in heap._refs.values() if ref() is memory]
+    del memory
+    assert returns() is not None and not gpu.waits and gpu.room == 2**40 - 4 * MB
+    del going
+    gc.collect()
+    assert returns() is None and gpu.waits == 1 and gpu.room == 2**40
+
+
+# --- what a peer may say ---
+
+
+def frame_with(specs: list[TensorSpec], *segments: SegmentSpec) -> Frame:
+    return Frame(int(FrameKind.REPLY), 1, 0, Ping(), tuple(specs), segments=segments)
+
+
+def spec(segment: int, device: str = "cuda:0") -> TensorSpec:
+    return TensorSpec(0, 0, (LEAST,), (), 0, segment, 0, device)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [SegmentSpec(LEAST, INLINE, 0), SegmentSpec(LEAST, INLINE, LEAST - 1)],
+        [SegmentSpec(LEAST, INLINE, LEAST), SegmentSpec(LEAST, INLINE, 0)],
+        [SegmentSpec(LEAST, INLINE, 0), SegmentSpec(LEAST, INLINE, 2 * LEAST + 1)],
+        [SegmentSpec(LEAST, INLINE, -1)],
+        [SegmentSpec(2**62, INLINE, 0)],
+        [SegmentSpec(LEAST - 1, INLINE, 0)],
+        [SegmentSpec(-LEAST, INLINE, 0)],
+        [SegmentSpec(LEAST, 3, 0)],
+    ],
+    ids=["overlap", "backwards", "beyond the end", "before the start", "huge", "small", "negative", "in a block"],
+)
+def test_odd_segments_take_no_memory(segments: list[SegmentSpec], gpu: Gpu) -> None:
+    memory = pinned(3 * LEAST)
+    frame = frame_with([spec(0), spec(1)], *segments)
+    assert TensorMemory.upload(frame, memory, 0, 3 * LEAST) is None
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cuda:0", ""), ("", "")])
+def test_what_goes_to_several_places_is_left_to_who_builds_it(devices: tuple[str, str], gpu: Gpu) -> None:
+    memory = pinned(3 * LEAST)
+    frame = frame_with([spec(0, device) for device in devices], SegmentSpec(LEAST, INLINE, 0))
+    assert TensorMemory.upload(frame, memory, 0, LEAST) is None
+
+
+def test_no_room_on_the_gpu_is_told_to_who_takes_the_tensor(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(upload, "allocate", refuse)
+    frame = frame_with([spec(0)], SegmentSpec(LEAST, INLINE, 0))
+    assert TensorMemory.upload(frame, pinned(LEAST), 0, LEAST) is None
+    assert gpu.room == 2**40
+
+
+def test_what_waits_for_somebody_to_take_it_is_limited(gpu: Gpu) -> None:
+    gpu.room = 2 * LEAST
+    frame = frame_with([spec(0), spec(1)], SegmentSpec(LEAST, INLINE, 0), SegmentSpec(LEAST, INLINE, LEAST))
+    waits = TensorMemory.upload(frame, pinned(2 * LEAST), 0, 2 * LEAST)
+    assert waits is not None and gpu.room == 0
+    assert TensorMemory.upload(frame, pinned(2 * LEAST), 0, 2 * LEAST) is None
+    assert waits.take(1, CUDA) is not None and gpu.room == LEAST
+    assert TensorMemory.upload(frame, pinned(2 * LEAST), 0, 2 * LEAST) is None and gpu.room == LEAST
+    del waits
+    assert gpu.room == 2 * LEAST
+
+
+# --- the way down ---
+
+
+class LateCopies:
+    """Stands in for the runtime and a stream: a copy is made when an event behind it is waited for, and not before."""
+
+    cuda_stream = 7
+
+    def __init__(self) -> None:
+        self.enqueued: list[tuple[int, int, int]] = []
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        assert stream == self.cuda_stream
+        self.enqueued.append((target, source, nbytes))
+
+    def event(self) -> LateEvent:
+        return LateEvent(self)
+
+
+class LateEvent:
+    def __init__(self, copies: LateCopies) -> None:
+        self._copies = copies
+        self._until = 0
+
+    def record(self, stream: LateCopies) -> None:
+        self._until = len(stream.enqueued)
+
+    def synchronize(self) -> None:
+        for index in range(self._until):
+            if (enqueued := self._copies.enqueued[index])[2]:
+                ctypes.memmove(*enqueued)
+                self._copies.enqueued[index] = (0, 0, 0)
+
+
+@given(st.integers(1, 300), st.integers(0, 2**32))
+def test_what_comes_down_in_chunks_is_all_of_it_in_order(nbytes: int, seed: int) -> None:
+    """With the sizes divided by 2**18, so that the window is used again and again."""
+    source = bytearray(random.Random(seed).randbytes(nbytes))
+    copies: Any = LateCopies()
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "runtime", lambda: copies)
+        patch.setattr(torch.cuda, "Event", copies.event)
+        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        patch.setattr(torch, "empty", lambda size, **_: empty(size, dtype=torch.uint8))
+        for name in ("CHUNK", "_FIRST_CHUNK", "_WINDOW"):
+            patch.setattr(host, name, getattr(host, name) >> 18)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(source))
+        chunks = [bytes(chunk) for chunk in host.DeviceBytes(address, nbytes, 0, source, copies).chunks()]
+        assert b"".join(chunks) == source
+        assert all(len(chunk) <= host._FIRST_CHUNK for chunk in chunks[:2])
+        assert max(map(len, chunks)) <= host.CHUNK
