@@ -11,6 +11,7 @@ from telegrad.ids import ContextId, WorkerId
 from telegrad.wire.messages import CleanupAutogradContext, CleanupAutogradContexts
 
 SECONDS = cleanup._SECONDS
+LONG = SECONDS + cleanup._LAST_SECONDS + 0.001
 
 
 def ended(number: int) -> CleanupAutogradContext:
@@ -22,6 +23,7 @@ class Told:
 
     def __init__(self, patch: pytest.MonkeyPatch, plain: bool = False) -> None:
         self.now = 100.0
+        self.closing = False
         patch.setattr(cleanup, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.messages: list[tuple[int, Any]] = []
         self.timed: list[tuple[float, Any]] = []
@@ -55,12 +57,12 @@ def test_one_context_is_told_at_once_and_those_after_it_together(told: Told) -> 
     assert told.messages == [(1, ended(1))]
     told.end(2, 3)
     assert len(told.messages) == 1 and len(told.timed) == 1
-    told.time_passes(3 * SECONDS)
+    told.time_passes(LONG)
     assert told.messages[1:] == [(1, CleanupAutogradContexts((ended(2), ended(3))))]
     told.end(4)
-    told.time_passes(3 * SECONDS)
+    told.time_passes(LONG)
     assert told.messages[2:] == [(1, ended(4))]
-    told.time_passes(3 * SECONDS)
+    told.time_passes(LONG)
     assert len(told.messages) == 3 and not told.timed
 
 
@@ -68,14 +70,14 @@ def test_each_worker_is_told_of_its_own(told: Told) -> None:
     told.end(1)
     told.end(2, workers=(1, 2))
     told.end(3, workers=(2, 3))
-    told.time_passes(3 * SECONDS)
+    told.time_passes(LONG)
     assert dict(told.messages[1:]) == {1: ended(2), 2: CleanupAutogradContexts((ended(2), ended(3))), 3: ended(3)}
 
 
 def test_many_do_not_wait_for_the_time_to_pass(told: Told) -> None:
     told.end(*range(1 + cleanup._MOST))
     assert [len(getattr(message, "contexts", "1")) for _, message in told.messages] == [1, cleanup._MOST]
-    told.time_passes(3 * SECONDS)
+    told.time_passes(LONG)
     assert len(told.messages) == 2
 
 
@@ -88,8 +90,8 @@ def test_while_contexts_go_on_ending_the_timer_tells_nobody(told: Told) -> None:
         told.time_passes(0.4 * SECONDS)
         assert len(told.timed) <= 1
     assert not submitted
-    told.time_passes(3 * SECONDS)
-    told.time_passes(3 * SECONDS)
+    told.time_passes(LONG)
+    told.time_passes(LONG)
     assert len(submitted) <= 1 and not told.timed
     for tell in submitted:
         tell()
@@ -100,7 +102,7 @@ def test_while_contexts_go_on_ending_the_timer_tells_nobody(told: Told) -> None:
 def test_two_who_look_at_once_do_not_look_for_ever(told: Told) -> None:
     told.end(1, 2)
     told.contexts._look_after(told.now)  # as if another thread had added one at the same moment
-    told.time_passes(4 * SECONDS)
+    told.time_passes(2 * LONG)
     assert told.messages[1:] == [(1, ended(2))] and not told.timed
 
 

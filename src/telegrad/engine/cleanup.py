@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from telegrad.engine.service import PassService
 
 _SECONDS = 0.005  # in which the ends of contexts are collected
+_LAST_SECONDS = 0.02  # more until the last are told, where no context ends any more
 _MOST = 8  # of them: each keeps its tensors on all its workers until they are told
 
 
@@ -43,8 +44,9 @@ class EndedContexts:
             self._look_after(self._next)
 
     def _look_after(self, when: float) -> None:
-        """Where contexts go on ending, those who end them tell. The timer comes later, for the last."""
-        self._look_at = when + 2 * _SECONDS
+        """Where contexts go on ending, those who end them tell. The timer, whose thread takes the interpreter from them,
+        comes later, for the last."""
+        self._look_at = when + _LAST_SECONDS
         self._agent.timer.at(self._look_at, self._look)
 
     def _look(self) -> None:
@@ -57,6 +59,8 @@ class EndedContexts:
                 self._agent.io_threads.submit(self._tell)  # which may have to connect
 
     def _tell(self) -> None:
+        if self._agent.closing:
+            return  # its goodbye ends them all
         self._next = time.monotonic() + _SECONDS
         for_worker: dict[WorkerId, list[CleanupAutogradContext]] = {}
         while self._untold:
