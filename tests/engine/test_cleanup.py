@@ -1,4 +1,4 @@
-"""The ends of contexts: each worker is told of each, once, and of several that end shortly after one another together."""
+"""The ends of contexts: each worker is told of each, once; of those that end shortly after one another together."""
 
 from types import SimpleNamespace
 from typing import Any

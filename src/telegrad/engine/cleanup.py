@@ -44,8 +44,8 @@ class EndedContexts:
             self._look_after(self._next)
 
     def _look_after(self, when: float) -> None:
-        """Where contexts go on ending, those who end them tell. The timer, whose thread takes the interpreter from them,
-        comes later, for the last."""
+        """Where contexts go on ending, those who end them tell. The timer, whose thread would take the interpreter from
+        them, comes later, for the last."""
         self._look_at = when + _LAST_SECONDS
         self._agent.timer.at(self._look_at, self._look)
 
