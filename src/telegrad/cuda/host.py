@@ -8,11 +8,11 @@ buffers, so that the next chunk is on its way while one is being written.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,9 +21,9 @@ from telegrad.cuda.runtime import CudaError, runtime
 
 log = logging.getLogger("telegrad.cuda")
 
-CHUNK = 4 * 2**20
-_FIRST_CHUNK = 2**20  # of threads that write parts of one tensor the first chunks come down one after the other
-_WINDOW = 4 * CHUNK  # bytes of pinned memory for each thread that writes
+CHUNKED_FROM = 4 * 2**20  # bytes that come down while they are written
+_FIRST_CHUNK = 2 * 2**20  # of threads that write parts of one tensor the first chunks come down one after the other
+_CHUNK = 8 * 2**20  # few, because threads wait for each other within calls of CUDA; a GPU is far ahead of any socket
 _PIN_FROM = 2**20  # bytes; pinning less costs more than it saves
 
 _pinning = threading.Lock()
@@ -120,45 +120,50 @@ class DeviceBytes:
 
     def chunks(self) -> Iterator[memoryview]:
         """The bytes in order. Each chunk is valid until the next one is asked for."""
+        if not self._nbytes:
+            return
         current = self._stream or torch.cuda.current_stream(self._device)
-        buffer = torch.empty(min(_WINDOW, self._nbytes), dtype=torch.uint8, pin_memory=True)
-        first = buffer.data_ptr()
-        coming: deque[tuple[int, torch.cuda.Event, int]] = deque()  # where, when it is there, bytes
-        taken = 0  # bytes of the buffer that hold what is coming or being written
-        most = 2 * _FIRST_CHUNK  # few at first: other threads' first chunks come behind these
+        chunks = cut_in_chunks(self._nbytes)
+        lengths = [length for _, length in chunks]
+        second = max(lengths[::2])  # where the second one lies, and every other one after it
+        buffer = torch.empty(second + max(lengths[1::2], default=0), dtype=torch.uint8, pin_memory=True)
+        coming: list[_Chunk] = []
+
+        def begin(index: int) -> None:
+            offset, length = chunks[index]
+            place = buffer.data_ptr() + (second if index % 2 else 0)
+            with torch.cuda.device(self._device):
+                runtime().copy(place, self._address + offset, length, current.cuda_stream)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
+            event.record(current)
+            coming.append(_Chunk(place, length, event))
+
         try:
-            for offset, length in cut_in_chunks(self._nbytes):
-                # A chunk is whole within the buffer: the sizes double up to that of the last ones, which divides it.
-                while taken + length > most:
-                    yield _there(coming[0])
-                    taken -= coming.popleft()[2]
-                    most = _WINDOW
-                place = first + offset % _WINDOW
-                with torch.cuda.device(self._device):
-                    runtime().copy(place, self._address + offset, length, current.cuda_stream)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
-                event.record(current)
-                coming.append((place, event, length))
-                taken += length
-            while coming:
-                yield _there(coming[0])
-                coming.popleft()
+            begin(0)
+            for following in range(1, len(chunks) + 1):
+                coming[0].there.synchronize()
+                if following < len(chunks):
+                    begin(following)  # comes while this one is written; not before: other threads wait for their first
+                yield coming[0].view()
+                del coming[0]
         finally:
-            for _, event, _ in coming:  # given up: the buffer is not used again before these are there
-                event.synchronize()
+            for chunk in coming:  # given up: the buffer is not used again before these are there
+                chunk.there.synchronize()
 
 
-def _there(chunk: tuple[int, torch.cuda.Event, int]) -> memoryview:
-    """The bytes of a chunk, once they have come."""
-    place, event, length = chunk
-    event.synchronize()
-    return memoryview((ctypes.c_char * length).from_address(place)).cast("B")
+class _Chunk(NamedTuple):
+    """Bytes that come down."""
+
+    place: int
+    length: int
+    there: torch.cuda.Event
+
+    def view(self) -> memoryview:
+        """Those bytes, once they are there."""
+        return memoryview((ctypes.c_char * self.length).from_address(self.place)).cast("B")
 
 
-def cut_in_chunks(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of each chunk of so many bytes. The first are small, so that writing begins early."""
-    offset = 0
-    while offset < nbytes:
-        length = min(CHUNK, max(_FIRST_CHUNK, offset), nbytes - offset)
-        yield offset, length
-        offset += length
+def cut_in_chunks(nbytes: int) -> list[tuple[int, int]]:
+    """Offset and length of each chunk of so many bytes. The first is small, so that writing begins early."""
+    bounds = [0, *range(min(_FIRST_CHUNK, nbytes), nbytes, _CHUNK), nbytes]
+    return [(start, stop - start) for start, stop in itertools.pairwise(bounds)]

@@ -166,10 +166,13 @@ class Connection:
                 self.flush()
         else:
             try:
-                if self.outbox or self._released or self._retired or self.memory.devices or self.stream.unsent:
+                if self.stream.unsent:  # the peer does not read: from now on whoever sends waits until it does
                     self._write_with_held([frame], deadline)
-                elif not self.stream.begin(frame):
-                    self.flush_within(_NO_ROOM)
+                else:
+                    if self.outbox or self._released or self._retired or self.memory.devices is not None:
+                        frame = b"".join((*self._waiting(), frame))
+                    if not self.stream.begin(frame):
+                        self.flush_within(_NO_ROOM)
             finally:
                 self._write_lock.release()
                 if self._due:  # looked at once the lock is free: who could not have it has left something before

@@ -328,7 +328,7 @@ def _inline(segments: Sequence[Segment], small: bool) -> Placed:
         table.append(SegmentSpec(segment.nbytes, INLINE, start))
         if segment.device == HOST:
             data.append(segment_bytes(segment) if small else segment_view(segment))
-        elif segment.nbytes > host.CHUNK:
+        elif segment.nbytes > host.CHUNKED_FROM:
             data.append(host.DeviceBytes(segment.address, segment.nbytes, segment.device, segment.owner))
         else:
             data.append(host.bytes_of(segment.address, segment.nbytes, segment.device))

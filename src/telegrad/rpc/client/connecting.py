@@ -95,6 +95,7 @@ class Connecting:
             if isinstance(dialled, Unanswered):
                 return dialled
             connection, self.main_by_value = dialled.connection, dialled.main_by_value
+            self.runtime.delayed_flush.look_after(connection)  # before anything is sent that may find no room
             try:
                 self._send_again(connection, limit)
                 break
@@ -107,7 +108,6 @@ class Connecting:
                 raise
         self.replies.receiver.last_heard = time.monotonic()
         connection.after_hold = self.replies.arm_if_awaited
-        self.runtime.delayed_flush.look_after(connection)
         connection.copier.ask_for_help = self.runtime.helpers.ask
         self._io_threads.register(connection.stream.fileno(), self.replies.readable, armed=False)
         self.current = connection  # only now may others send: what came before is on its way

@@ -340,6 +340,7 @@ class Session(Answers):
             newer = self.connection
         self._detach(connection)
         if newer is not None:  # it came while this thread was busy with the old one, and its first event found no taker
+            newer.flush()  # replies that this thread held back
             self._io_threads.arm(newer.stream.fileno())
         if current:
             self._events.session_lost(self)

@@ -35,6 +35,9 @@ class IoThreads:
         self._limit = max(2, limit)
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Held to use it: closed meanwhile, its number could be another's. A reference that is collected, in the middle
+        # of anything, submits a task: so no other lock will do, nor one that the same thread cannot take twice.
+        self._waking = threading.RLock()
         self._epoll.register(self._wakeup, select.EPOLLIN)
         self._handlers: dict[int, Callable[[], None]] = {}
         self._tasks: deque[Callable[[], None]] = deque()
@@ -94,7 +97,7 @@ class IoThreads:
         self._wake()
 
     def _wake(self) -> None:
-        with self._lock:  # or it may be closed between the two, and its number another's
+        with self._waking:
             if not self._closed:
                 os.eventfd_write(self._wakeup, 1)
 
@@ -188,7 +191,7 @@ class IoThreads:
         try:
             task = self._tasks.popleft()
         except IndexError:
-            with self._lock, contextlib.suppress(BlockingIOError):
+            with self._waking, contextlib.suppress(BlockingIOError):
                 if not self._closed:
                     os.eventfd_read(self._wakeup)
             if self._tasks:  # one came between the two
@@ -202,7 +205,7 @@ class IoThreads:
         One that is still on its way out when the interpreter ends can take the process down with it: if it holds the
         lock of stderr, or is inside a C++ function that let go of the GIL. One in a user's function cannot be ended.
         """
-        with self._lock:
+        with self._lock, self._waking:
             self._closed = True  # from here on nobody else uses the wake-up, which stays set
             threads = list(self._threads)
             os.eventfd_write(self._wakeup, 1)
