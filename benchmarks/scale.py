@@ -4,8 +4,8 @@
     python -m benchmarks.scale --processes 8 32 128 256      real worker processes, with times
     ... --save FOLDER                                        the counts, for the plot
 
-Agents do what they do anywhere: join through a store, call, run a pass, meet at a barrier, idle, lose one. Counts have
-no noise, so a machine that could never run so many workers at speed can still say how their number enters.
+Agents do what they do anywhere: join through a store, call, run a pass, meet at a barrier, idle, lose one, leave.
+Counts have no noise, so a machine that could never run so many workers at speed can still say how their number enters.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from benchmarks.counting import KINDS, Counts, count_here
 from telegrad import autograd, rpc
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import set_current_agent
+from telegrad.rpc.job.attendance import Attendance
 from telegrad.rpc.job.barrier import barrier
 from telegrad.rpc.job.join import start
-from telegrad.rpc.job.rendezvous.member_log import MemberLog
-from telegrad.rpc.workers import Member
+from telegrad.rpc.job.lifecycle import wait_for_all
 
 IDLE_SECONDS = 2.0
 # So that nobody is asked whether it lives while 1,000 agents share one interpreter: how often that happens depends on
@@ -59,20 +59,20 @@ class Event:
 
 @contextmanager
 def joining_together(workers: int) -> Iterator[None]:
-    """All write their records before any looks for those of the others. How often one looks that has to wait depends on
+    """All say that they are here before any looks for the others. How often one looks that has to wait depends on
     how fast the machine starts the rest, and on nothing that could be counted."""
-    all_written = threading.Barrier(workers)
-    publish = MemberLog.publish
+    all_counted = threading.Barrier(workers)
+    arrive = Attendance.arrive
 
-    def publish_and_meet(log: MemberLog, member: Member) -> None:
-        publish(log, member)
-        all_written.wait(600)
+    def arrive_and_meet(attendance: Attendance, has_own_name: bool) -> None:
+        arrive(attendance, has_own_name)
+        all_counted.wait(600)
 
-    MemberLog.publish = publish_and_meet  # type: ignore[method-assign]
+    Attendance.arrive = arrive_and_meet  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MemberLog.publish = publish  # type: ignore[method-assign]
+        Attendance.arrive = arrive  # type: ignore[method-assign]
 
 
 def run(workers: int, counts: Counts) -> Row:
@@ -113,6 +113,8 @@ def run(workers: int, counts: Counts) -> Row:
     with Event("a death, noticed by all who were linked", counts, rows):
         agents[-1].close(farewell=False)
         time.sleep(0.5)
+    with Event("all leave", counts, rows):
+        list(pool.map(lambda agent: wait_for_all(agent, 600), agents[:-1]))
     set_current_agent(None)
     for agent in agents:
         agent.close(farewell=False)

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.rpc.calls import start_call, wait_for_value
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.round_trip import start_call, wait_for_value
 from telegrad.rpc.workers import Member
 from telegrad.transport import tls
 from telegrad.transport.addresses import Address

@@ -240,6 +240,7 @@ def test_what_is_granted_and_not_used_goes_back() -> None:
     rpc.rpc_sync("worker1", echo, args=(x,))
     rpc.rpc_sync("worker1", echo, args=(x,))
     assert channel_to("worker1").landing.granted[0] > 0
+    assert "has granted worker1 device memory" in rpc.debug_waits()
 
     def is_back() -> bool:
         tidy()

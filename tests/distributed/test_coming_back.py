@@ -268,7 +268,7 @@ def join_and_report(meeting: str) -> None:
 def test_different_sizes_are_told_to_both(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("telegrad.rpc.job.rendezvous.member_log._FIRST_NOTICE", 1.0)
+    monkeypatch.setattr("telegrad.rpc.job.attendance._FIRST_NOTICE", 1.0)
     process(str).join()  # whatever has to be imported for the other is imported before the time begins
     for seconds in (3, 12, 48):  # for which the first waits: on a slow machine the other may come too late
         anywhere = f"file://{tmp_path}/meeting{seconds}"

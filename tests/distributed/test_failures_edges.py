@@ -152,6 +152,7 @@ def take_the_pen(held: str, free: str) -> None:
     with connection._write_lock:
         Path(held).touch()
         wait_until(Path(free).exists, 120)
+    connection.flush()  # as a thread does that has written
 
 
 def leave_a_mark(path: str) -> None:

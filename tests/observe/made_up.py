@@ -34,7 +34,7 @@ class MadeUpJob:
         self.agent: Any = SimpleNamespace(
             member=SimpleNamespace(incarnation=-1),
             directory=SimpleNamespace(members=lambda: self.members),
-            peers=SimpleNamespace(look_for_news=lambda: None),
+            peers=SimpleNamespace(look_for_news=lambda: None, everyone=lambda: self.members),
             is_dead=lambda member: member.incarnation in self.dead,
             find_layer=lambda kind: None,
             closing=False,

@@ -172,7 +172,7 @@ def test_bytes_of_tensors_by_how_they_came():
 
 def test_one_that_comes_back_is_noted():
     known = Member("w", WorkerId(1), draw_incarnation(0), (), 1)
-    agent = SimpleNamespace(directory=SimpleNamespace(by_id=lambda _: known), info=SimpleNamespace(name="me"))
+    agent = SimpleNamespace(directory=SimpleNamespace(known=lambda _: known), info=SimpleNamespace(name="me"))
     observation = Observation(agent)  # type: ignore[arg-type] # all that it asks of one
     back = msgspec.structs.replace(known, incarnation=draw_incarnation(1))
     assert observation.on_news([known]) == [known] and not observation.recent

@@ -8,9 +8,9 @@ from typing import Any
 
 from telegrad.ids import WorkerId, draw_incarnation
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.calls import start_call, wait_for_value
 from telegrad.rpc.job.join import install_own_layers
 from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.round_trip import start_call, wait_for_value
 from telegrad.rpc.workers import Member
 from telegrad.transport.addresses import Listeners, host_identity
 

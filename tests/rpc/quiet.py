@@ -48,8 +48,8 @@ class QuietTimer:
 class FlushAtOnce:
     """What is held back is written when the test says so."""
 
-    def within(self, seconds: float, connection: Any) -> None:
-        connection.flush()
+    def look_after(self, connection: Any) -> None:
+        connection.flush_within = lambda seconds: connection.flush()
 
 
 class QuietHelpers:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from telegrad.cuda import order
 from telegrad.errors import AuthenticationError, RpcTimeout, SerializationError, WorkerDied
 from telegrad.rpc.agent import Agent
 from telegrad.transport.faulty import Fault, FaultPlan, Faults
@@ -299,3 +300,43 @@ def test_a_wrong_secret_is_refused_here_too(two: dict[str, Agent]) -> None:
     with pytest.raises(AuthenticationError, match=r"'b'.*secret"):
         call("a", "b", count, "x")
     assert not ran
+
+
+# --- streams of CUDA, as far as they go without a GPU ---
+
+_steps: list[tuple[str, int, Any]] = []
+
+
+async def add_one(x: torch.Tensor) -> torch.Tensor:
+    _steps.append(("ran", threading.get_ident(), None))
+    return x + 1
+
+
+def test_a_coroutine_follows_what_its_arguments_were_made_on(
+    two: dict[str, Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs in another thread than the one that made its arguments, on other streams."""
+    _steps.clear()
+    monkeypatch.setattr(order, "active", True)
+    follow = order.follow
+
+    def noted(made: order.Mark) -> None:
+        _steps.append(("followed", threading.get_ident(), [x.tolist() for x in made.tensors]))
+        follow(made)
+
+    monkeypatch.setattr(order, "follow", noted)
+    assert call("a", "b", add_one, torch.tensor([3.0])).tolist() == [4.0]
+    followed, ran_then = [step for step in _steps if step[1] != threading.get_ident()]
+    assert (followed[0], followed[2], ran_then[0]) == ("followed", [[3.0]], "ran")
+    assert followed[1] == ran_then[1], "in one thread, the loop's"
+
+
+def test_a_coroutine_that_cannot_follow_fails(two: dict[str, Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "active", True)
+
+    def refuse(_: order.Mark) -> None:
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(order, "follow", refuse)
+    with pytest.raises(RuntimeError, match="the GPU is gone"):
+        call("a", "b", add_one, torch.tensor([3.0]))

@@ -79,8 +79,7 @@ def specs(*devices: str) -> list[TensorSpec]:
 
 
 def placed(options: RpcBackendOptions, me: Member, peer: Member, *devices: str, reply: bool = False) -> list[str]:
-    found, _ = Placement(options, me).apply(peer, [], specs(*devices), [], reply)
-    return [spec.device for spec in found]
+    return [spec.device for spec in Placement(options, me).place(peer, specs(*devices), reply)]
 
 
 def test_a_map_serves_both_directions() -> None:

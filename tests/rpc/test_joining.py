@@ -28,7 +28,7 @@ def test_the_dead_are_waited_for_a_while(monkeypatch: pytest.MonkeyPatch, is_kno
         if is_known_dead:
             agent.peers.lost(dead, "its connection closed")
         assert joining.present() == {0, 1}
-        monkeypatch.setattr(membership, "_COMEBACK_SECONDS", 1e-9)
+        monkeypatch.setattr(membership, "COMEBACK_SECONDS", 1e-9)
         assert joining.present() == {0, 1, 2}
     finally:
         agent.close()

@@ -58,6 +58,7 @@ class End:
         self.closed = False
         self.stream = QuietStream(wire.number)
         self.after_hold: Callable[[], None] = lambda: None
+        self.flush_within: Callable[[float], None] = lambda seconds: None
         self.on_blocked: Callable[[], None] = lambda: None
         self.copier = QuietCopier()
         self.came: list[Frame] = []  # what there is to read
@@ -80,20 +81,25 @@ class End:
             self.held.append(content)
         if not hold:
             self.flush()
+            if self.closed or self.wire.is_cut:
+                raise ConnectionResetError("cut")
         return None
+
+    def mention(self, message: AnyMessage, ack: int = 0, within: float = 0.0) -> None:
+        self.send(FrameKind.NOTICE, 0, ack, message, hold=True)
+        self.flush()
 
     def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
         found = decode_record(frame[HEADER.size :])
         self.send(found.kind, found.request_id, found.ack, found.message, found.payload, hold=hold)
 
-    def flush(self, deadline: float | None = None) -> None:
+    def flush(self) -> None:
         if self.held:
             if any(type(message) is not Ack for _, _, _, message, _ in self.held):  # what an Ack says was true before
                 self.pause((self.wire.number, self is self.wire.caller, tuple(self.held)))
             held, self.held = self.held, []
-            if self.closed or self.wire.is_cut:
-                raise ConnectionResetError("cut")
-            self.sent.extend(held)
+            if not (self.closed or self.wire.is_cut):
+                self.sent.extend(held)
 
     def receive(self) -> list[Frame]:
         return self.came
@@ -217,8 +223,9 @@ class World(Events):
 
     def take(self, wire: Wire) -> None:
         """As a session does with one frame."""
-        self.session.take(_frame(wire.to_callee.popleft()), SessionTurn(self.session))
-        self.session.serve_deferred()
+        turn = SessionTurn(self.session)
+        self.session.take(_frame(wire.to_callee.popleft()), turn)
+        self.session.serve_deferred(turn)
 
     def read(self, wire: Wire) -> None:
         """As the reader of replies does with one frame."""
@@ -229,7 +236,7 @@ class World(Events):
         self.link.completion.by_io_thread(read)
         if self.by_name:
             receiver.acknowledge(wire.caller)
-        receiver.flush(wire.caller)
+        wire.caller.flush()
 
     def cut(self, wire: Wire) -> None:
         self.left["cut"] -= 1

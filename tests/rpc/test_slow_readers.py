@@ -79,6 +79,7 @@ def test_requests_are_read_while_another_thread_writes(serving: Serving) -> None
         wait_until(lambda: len(serving.served) == 2)
         serving.ask(1)
         wait_until(lambda: len(serving.served) == 3)
+    connection.flush()  # as a thread does that has written
     serving.read_all()
 
 

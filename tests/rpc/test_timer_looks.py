@@ -51,7 +51,7 @@ class Held:
         self._world = world
         self.flushed: list[float] = []
 
-    def flush(self, deadline: float) -> None:
+    def flush(self) -> None:
         self.flushed.append(self._world.now)
 
     def after_hold(self) -> None:
@@ -73,7 +73,7 @@ def test_nothing_is_held_back_for_longer_than_was_asked(world: World) -> None:
         connection: Any = (one, other)[step % 2]
         seconds = BURST if step % 7 == 0 else LAZY
         asked = world.now
-        flush.within(seconds, connection)
+        flush.within(connection, seconds)
         world.wait(seconds)
         assert connection.flushed[-1] >= asked, "it was not looked at in time"
         world.wait(0.0007 * (step % 11))
@@ -84,14 +84,14 @@ def test_what_is_held_back_again_and_again_wakes_no_thread(world: World) -> None
     connection: Any = Held(world)
     flush = DelayedFlush(timer)
     for _ in range(1000):
-        flush.within(LAZY, connection)
+        flush.within(connection, LAZY)
         world.wait(LAZY / 10)
     assert world.asked == 1
     assert len(connection.flushed) <= 101
-    flush.within(BURST, connection)  # sooner than the next look, which stays the only one that goes on
+    flush.within(connection, BURST)  # sooner than the next look, which stays the only one that goes on
     looks = 0
     for _ in range(1000):
-        flush.within(LAZY, connection)
+        flush.within(connection, LAZY)
         looks += world.wait(LAZY / 10)
     assert looks <= 103
     world.wait(1.0)

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -141,6 +142,99 @@ def test_a_peer_that_does_not_read_meets_the_deadline(pair: tuple[Connection, Co
     assert blocked
     with pytest.raises(OSError):  # noqa: PT011 - part of a message is out: nothing may follow it
         a.send(FrameKind.NOTICE, 0, 0, Ping())
+
+
+def fill(connection: Connection) -> int:
+    """Send until the peer has no room for more; the number of the last message, of which a part has left."""
+    number = 0
+    while not connection.stream.unsent:
+        number += 1
+        connection.send(FrameKind.NOTICE, number, 0, Ping(), bytes(30_000), hold=True)
+        connection.flush()
+    return number
+
+
+def test_what_a_full_peer_took_half_of_goes_on_where_it_was(pair: tuple[Connection, Connection]) -> None:
+    a, b = pair
+    asked: list[float] = []
+    a.flush_within = asked.append
+    last = fill(a)
+    assert len(asked) == 1
+    for number in range(last + 1, last + 6):
+        a.send(FrameKind.NOTICE, number, 0, Ping(), hold=True)
+        a.flush()
+        a.mention(Ping(), number)
+    assert len(asked) == 11 and not a.delivered
+    came: list[Frame] = []
+    while asked:  # as the timer does
+        asked.clear()
+        came += b.receive() or []
+        a.flush()
+    came += receive(b, last + 10 - len(came))
+    assert [f.request_id for f in came if f.request_id] == list(range(1, last + 6))
+    assert [f.ack for f in came[-10:]] == [x for n in range(last + 1, last + 6) for x in (0, n)]
+    assert a.delivered and a.last_progress > 0
+
+
+def test_what_is_sent_waits_for_the_rest_of_what_a_full_peer_took(pair: tuple[Connection, Connection]) -> None:
+    a, b = pair
+    last = fill(a)
+    with pytest.raises(TimeoutError):
+        a.send(FrameKind.NOTICE, last + 1, 0, Ping(), deadline=time.monotonic())
+    assert not a.stream.broken
+    writer = threading.Thread(target=a.send, args=(FrameKind.NOTICE, last + 2, 0, Ping(), bytes(200_000)))
+    writer.start()
+    assert [f.request_id for f in receive(b, last + 1)] == [*range(1, last + 1), last + 2]
+    writer.join(60)
+
+
+def test_a_thread_that_writes_goes_on_with_what_others_have_left(pair: tuple[Connection, Connection]) -> None:
+    """No thread but the one with the large message has to wait until the peer reads, and nobody looks again."""
+    a, b = pair
+    blocked = threading.Event()
+    a.on_blocked = blocked.set
+    writer = threading.Thread(target=a.send, args=(FrameKind.NOTICE, 1, 0, Ping(), bytes(30_000_000)))
+    writer.start()
+    assert blocked.wait(60)
+    a.send(FrameKind.NOTICE, 2, 0, Ping(), hold=True)
+    a.flush()
+    a.send(FrameKind.NOTICE, 3, 0, Ping())
+    assert len(a.outbox) == 2
+    with pytest.raises(TimeoutError):
+        a.send(FrameKind.NOTICE, 4, 0, Ping(), bytes(200_000), deadline=time.monotonic() + 0.01)
+    assert [f.request_id for f in receive(b, 3)] == [1, 2, 3]
+    writer.join(60)
+
+
+def test_nothing_is_left_behind_by_many_threads(pair: tuple[Connection, Connection]) -> None:
+    """Each sends, or holds back and flushes, beside the others: what nobody writes would be missing at the end."""
+    a, b = pair
+
+    def send(begin: int) -> None:
+        for number in range(begin, begin + 300):
+            a.send(FrameKind.NOTICE, number, 0, Ping(), bytes(number % 50 * 3000), hold=number % 3 > 0)
+            if number % 3 == 1:
+                a.flush()
+        a.flush()
+
+    full = threading.Event()
+    a.flush_within = lambda seconds: full.set()
+    threads = [threading.Thread(target=send, args=(1000 * n,)) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    came: list[int] = []
+    deadline = time.monotonic() + 60
+    while len(came) < 1200:
+        assert time.monotonic() < deadline
+        b.stream.readable(0.05)
+        came += [f.request_id for f in b.receive() or ()]
+        if full.is_set():  # as the timer does
+            full.clear()
+            a.flush()
+    for thread in threads:
+        thread.join(60)
+    for n in range(1, 5):
+        assert [number for number in came if number // 1000 == n] == list(range(1000 * n, 1000 * n + 300))
 
 
 # --- shared blocks ---

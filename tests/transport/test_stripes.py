@@ -108,7 +108,7 @@ class Pair:
         self.arrived = threading.Event()
         for end, sides in zip(self.ends, self.sides, strict=True):
             end.attach(sides, self.threads).on_arrival = self.arrived.set
-        self.ends[0].use_stripes(time.monotonic() + 60)
+        self.ends[0].use_stripes()
         wait_until(lambda: self.ends[1].receive() == [] and self.ends[1]._striped)  # its own business
 
     def close(self) -> None:

@@ -118,6 +118,23 @@ def test_a_peer_that_takes_nothing_in(sockets: tuple[socket.socket, socket.socke
     assert one.broken and blocked.is_set()
 
 
+def test_what_finds_no_room_goes_on_where_it_was(
+    sockets: tuple[socket.socket, socket.socket], ends: tls.TlsEnds
+) -> None:
+    one, other = _connect(*sockets, ends)
+    source = random.Random(0)
+    sent = b""
+    while not one.unsent:
+        sent += (piece := source.randbytes(100_000))
+        one.begin(piece)
+    got = threading.Thread(target=lambda: found.append(_receive(other, len(sent) + 4, source, 50_000)))
+    found: list[bytes] = []
+    got.start()
+    one.send([b"last"], time.monotonic() + 60, _nothing)
+    got.join(60)
+    assert found == [sent + b"last"]
+
+
 def test_what_has_no_time_is_not_begun(sockets: tuple[socket.socket, socket.socket], ends: tls.TlsEnds) -> None:
     one, _ = _connect(*sockets, ends)
 

@@ -11,9 +11,8 @@ import ctypes
 import itertools
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,10 +21,9 @@ from telegrad.cuda.runtime import CudaError, runtime
 
 log = logging.getLogger("telegrad.cuda")
 
-CHUNK = 4 * 2**20
-_CHUNK_OF_PART = 2**20  # of bytes that several threads write: their first chunks come down one after the other
-_FIRST_CHUNK = 256 * 1024
-_AHEAD = 3  # chunks on their way while one is being written
+CHUNKED_FROM = 4 * 2**20  # bytes that come down while they are written
+_FIRST_CHUNK = 2 * 2**20  # of threads that write parts of one tensor the first chunks come down one after the other
+_CHUNK = 8 * 2**20  # few, because threads wait for each other within calls of CUDA; a GPU is far ahead of any socket
 _PIN_FROM = 2**20  # bytes; pinning less costs more than it saves
 
 _pinning = threading.Lock()
@@ -122,39 +120,50 @@ class DeviceBytes:
 
     def chunks(self) -> Iterator[memoryview]:
         """The bytes in order. Each chunk is valid until the next one is asked for."""
+        if not self._nbytes:
+            return
         current = self._stream or torch.cuda.current_stream(self._device)
-        most = CHUNK if self._stream is None else _CHUNK_OF_PART
-        size = min(most, self._nbytes)
-        buffer = torch.empty(size * (_AHEAD + 1), dtype=torch.uint8, pin_memory=True)
-        places = itertools.cycle(
-            [(buffer.data_ptr() + i * size, torch.cuda.Event()) for i in range(_AHEAD + 1)]  # type: ignore[no-untyped-call] # of torch's
-        )
-        coming: deque[tuple[int, torch.cuda.Event, int]] = deque()  # where, when it is there, bytes
-        rest = cut_in_chunks(self._nbytes, most)
-        ahead = 1  # few at first: other threads' first chunks come behind these
+        chunks = cut_in_chunks(self._nbytes)
+        lengths = [length for _, length in chunks]
+        second = max(lengths[::2])  # where the second one lies, and every other one after it
+        buffer = torch.empty(second + max(lengths[1::2], default=0), dtype=torch.uint8, pin_memory=True)
+        coming: list[_Chunk] = []
+
+        def begin(index: int) -> None:
+            offset, length = chunks[index]
+            place = buffer.data_ptr() + (second if index % 2 else 0)
+            with torch.cuda.device(self._device):
+                runtime().copy(place, self._address + offset, length, current.cuda_stream)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
+            event.record(current)
+            coming.append(_Chunk(place, length, event))
+
         try:
-            while True:
-                for offset, length in itertools.islice(rest, ahead + 1 - len(coming)):
-                    place, there = next(places)
-                    with torch.cuda.device(self._device):
-                        runtime().copy(place, self._address + offset, length, current.cuda_stream)
-                    there.record(current)
-                    coming.append((place, there, length))
-                if not coming:
-                    return
-                place, there, length = coming.popleft()
-                there.synchronize()
-                yield memoryview((ctypes.c_char * length).from_address(place)).cast("B")
-                ahead = min(ahead + 1, _AHEAD)
+            begin(0)
+            for following in range(1, len(chunks) + 1):
+                coming[0].there.synchronize()
+                if following < len(chunks):
+                    begin(following)  # comes while this one is written; not before: other threads wait for their first
+                yield coming[0].view()
+                del coming[0]
         finally:
-            for _, there, _ in coming:  # given up: the buffer is not used again before these are there
-                there.synchronize()
+            for chunk in coming:  # given up: the buffer is not used again before these are there
+                chunk.there.synchronize()
 
 
-def cut_in_chunks(nbytes: int, most: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of each chunk of so many bytes. The first are small, so that writing begins early."""
-    offset = 0
-    while offset < nbytes:
-        length = min(most, max(_FIRST_CHUNK, offset), nbytes - offset)
-        yield offset, length
-        offset += length
+class _Chunk(NamedTuple):
+    """Bytes that come down."""
+
+    place: int
+    length: int
+    there: torch.cuda.Event
+
+    def view(self) -> memoryview:
+        """Those bytes, once they are there."""
+        return memoryview((ctypes.c_char * self.length).from_address(self.place)).cast("B")
+
+
+def cut_in_chunks(nbytes: int) -> list[tuple[int, int]]:
+    """Offset and length of each chunk of so many bytes. The first is small, so that writing begins early."""
+    bounds = [0, *range(min(_FIRST_CHUNK, nbytes), nbytes, _CHUNK), nbytes]
+    return [(start, stop - start) for start, stop in itertools.pairwise(bounds)]

@@ -50,7 +50,7 @@ def _check_patience(agent: Agent, drivers: set[str], gone_since: dict[str, float
         if member is not None and not agent.is_dead(member):
             gone_since.pop(name, None)
             continue
-        agent.peers.look_for_news()
+        agent.peers.look_for_news(name)
         if time.monotonic() - gone_since.setdefault(name, time.monotonic()) > patience:
             raise WorkerDied(
                 f"worker {name!r}, the driver of a durable run, died and was not started again within {patience:g} s. "
@@ -61,7 +61,7 @@ def _check_patience(agent: Agent, drivers: set[str], gone_since: dict[str, float
 
 def _somebody_shuts_down(agent: Agent) -> bool:
     """Whether another worker waits in a graceful shutdown: then the runs that this one was started for are over."""
-    living = [m for m in agent.directory.members() if not agent.is_dead(m)]
+    living = [m for m in agent.peers.everyone() if not agent.is_dead(m)]
     missing = _missing_at_shutdown(agent, min(living, key=lambda m: m.worker_id))
     arrived = [] if missing is None else [m for m in living if m.name not in missing]
     # One that is not missing may also be dead, and this worker the last to hear of it: so each is asked itself.

@@ -40,12 +40,13 @@ class _HearSay:
     """Stands where a worker has the log of members: what the workers say of each other."""
 
     store: Any = None
+    reads_all, is_settling = True, False
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
         self._turn = threading.Lock()
 
-    def news(self, take: Callable[[list[Member]], None]) -> None:
+    def news(self, take: Callable[[list[Member]], None], about: str | int | None = None) -> None:
         """Ask the first worker that answers who is there."""
         agent = self.agent
         if agent is None or not self._turn.acquire(blocking=False):  # asking may itself find that one is gone
@@ -59,8 +60,9 @@ class _HearSay:
         finally:
             self._turn.release()
 
-    def publish(self, member: Member) -> None:
+    def publish(self, member: Member) -> bool:
         """An observer is not known to those who were not asked."""
+        return True
 
     def end_job(self) -> None:
         """Nor does it end anything."""

@@ -36,7 +36,7 @@ class Automatic(Layer):
     def _when_all_are_there(self) -> None:
         agent = self._agent
         deadline = time.monotonic() + agent.options.rendezvous_timeout
-        while len(agent.directory.members()) < (agent.world_size or 1) and time.monotonic() < deadline:
+        while len(agent.peers.everyone()) < (agent.world_size or 1) and time.monotonic() < deadline:
             if agent.closing:
                 return
             time.sleep(_LOOK_SECONDS)

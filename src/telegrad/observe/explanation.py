@@ -30,7 +30,7 @@ def look(agent: Agent) -> Explanation:
 
 def reports_of(agent: Agent) -> tuple[list[Report], list[str]]:
     """What the workers say of themselves, and the names of those that say nothing."""
-    members = [member for member in agent.directory.members() if not agent.is_dead(member)]
+    members = [member for member in agent.peers.everyone() if not agent.is_dead(member)]
     answers = ask_all(agent, members, "threads")
     reports, silent = [], []
     for member in members:

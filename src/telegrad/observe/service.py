@@ -183,7 +183,7 @@ class Observation(Layer):
     def on_news(self, members: Sequence[Member]) -> Sequence[Member]:
         """Records were read: a worker that was known in an earlier incarnation has come back."""
         for member in members:
-            known = self.agent.directory.by_id(member.worker_id)
+            known = self.agent.directory.known(member.worker_id)
             if known is None or member.leaving or member.incarnation == known.incarnation:
                 continue
             if generation_of(member.incarnation) > generation_of(known.incarnation):
@@ -211,7 +211,7 @@ class Observation(Layer):
             "snapshot": lambda: _load("snapshot").snapshot(self),
             "threads": lambda: _load("threads").activities(self.agent),
             "whereabouts": lambda: _load("whereabouts").whereabouts(self.agent, data),
-            "members": self.agent.directory.members,
+            "members": self.agent.peers.everyone,
             "profile a pass": lambda: _load("profiling.remote").profile_pass(self.agent, data),
             "the profile of a pass": lambda: _load("profiling.remote").profiled_pass(self.agent, data),
         }

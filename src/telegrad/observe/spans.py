@@ -17,11 +17,11 @@ from telegrad.errors import TelegradError
 from telegrad.ids import WorkerId
 from telegrad.observe.profiling.remote import ScopedRequest
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.calls import start_call
 from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.layer import Layer, OnReply
 from telegrad.rpc.request import Request
+from telegrad.rpc.round_trip import start_call
 from telegrad.wire.messages import AnyMessage, RpcWithTrace
 
 try:

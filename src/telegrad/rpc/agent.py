@@ -191,9 +191,9 @@ class Agent:
         if farewell:
             goodbye = Goodbye(self.member.incarnation, ending)
             for session in self.peers.sessions():
-                session.farewell(goodbye)
+                session.mention(goodbye)
             for link in self.peers.links():
-                link.farewell(goodbye)
+                link.mention(goodbye)
         self.connector.close()
         for link in self.peers.links():
             link.close()

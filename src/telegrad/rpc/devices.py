@@ -16,7 +16,9 @@ from telegrad.cuda import order
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.workers import Member
 from telegrad.transport.device.blocks import budget
+from telegrad.wire.tensor.on_device import describe_on_device
 from telegrad.wire.tensor.segments import Segment
+from telegrad.wire.tensor.small import describe_small
 from telegrad.wire.tensor.specs import TensorSpec
 from telegrad.wire.tensor.tensors import describe
 
@@ -47,24 +49,30 @@ class Placement:
         budget.share = options.cuda_memory_share
         order.direct = options.cuda_direct
 
-    def apply(
-        self, peer: Member, tensors: Sequence[Tensor], specs: list[TensorSpec], memory: Memory, reply: bool = False
-    ) -> tuple[list[TensorSpec], Memory]:
+    def describe(self, peer: Member, tensors: Sequence[Tensor], reply: bool = False) -> tuple[list[TensorSpec], Memory]:
         """The specs of tensors for `peer`, with the devices they will have there, and their memory.
 
         To be called where there are CUDA tensors or maps at all. RuntimeError if nobody said where a tensor goes."""
+        found = None
+        if tensors[0].is_cuda:
+            found = describe_on_device(tensors)
+        elif not self._table(peer, reply).get(""):  # else those of the host will not stay there
+            small = describe_small(tensors)
+            if small is not None:
+                return small
+        specs, memory = found or describe(tensors)
+        return self.place(peer, specs, reply), memory
+
+    def place(self, peer: Member, specs: Sequence[TensorSpec], reply: bool = False) -> list[TensorSpec]:
+        """Specs with the devices that their tensors will have at `peer`."""
         table = self._table(peer, reply)
-        if isinstance(memory, bytes):
-            if not table.get(""):
-                return specs, memory
-            specs, memory = describe(tensors)  # small tensors of the host that will not stay there
         placed = []
         for spec in specs:
             target = table.get(spec.device, spec.device if spec.device in _EVERYWHERE else None)
             if target is None:
                 raise self._unmapped(spec.device, peer, reply)
             placed.append(spec if target == spec.device else msgspec.structs.replace(spec, device=target))
-        return placed, memory
+        return placed
 
     def _table(self, peer: Member, reply: bool) -> dict[str, str]:
         """By the name of a device here, its counterpart there. "" is the CPU."""

@@ -113,9 +113,10 @@ class Request:
         memory: Any = b""
         try:
             if tensors:
-                specs, memory = describe_small(tensors) or describe(tensors)
                 if order.active or session.member.device_maps:
-                    specs, memory = session.placement.apply(session.member, tensors, specs, memory, reply=True)
+                    specs, memory = session.placement.describe(session.member, tensors, reply=True)
+                else:
+                    specs, memory = describe_small(tensors) or describe(tensors)
             # Once nothing can be refused any more: what a layer notes about a reply must be about one that leaves.
             if self.on_reply is not None:
                 message = self.on_reply(message, tensors)

@@ -36,12 +36,8 @@ class Runtime:
         self.calls_made = 0
         self.calls_served = 0
         self.closing = False  # nothing new is asked or served, and whoever is lost is not looked for
-
-    @property
-    def patience(self) -> float:
-        """Seconds that another worker may be silent before it counts as dead, unless it is known to be busy."""
-        heartbeat = self.options.heartbeat
-        return 3 * max(heartbeat, 0.1) if heartbeat else self.options.connect_timeout
+        # Seconds that another worker may be silent before it counts as dead, unless it is known to be busy.
+        self.patience = 3 * max(options.heartbeat, 0.1) if options.heartbeat else options.connect_timeout
 
     def start(self) -> None:
         """Start the first threads."""

@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -67,6 +67,11 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         """What users see of it."""
         return WorkerInfo(self.name, self.worker_id)
 
+    @property
+    def generation(self) -> int:
+        """How many workers with its id were started before."""
+        return generation_of(self.incarnation)
+
 
 def peer_of(member: Member) -> PeerId:
     """The peer that an incarnation of a worker is: what its ids begin with."""
@@ -95,9 +100,13 @@ class Directory:
         self._lock = threading.Lock()
         self._by_id: dict[int, Member] = {}
         self._by_name: dict[str, Member] = {}
+        self._ids: dict[int, WorkerId] = {}  # by incarnation
         self._latest: dict[WorkerId, Incarnation] = {}  # of each id, whether it is still there or not
         self._left: dict[str | int, Member] = {}  # those who left on purpose, by name and by id
         self._endings: dict[Incarnation, str] = {}  # of those whose program ended without a shutdown
+        # In a large job, the record of a worker that is not known here yet; called without locks that others wait for.
+        self.look_up: Callable[[int], Member | None] | None = None
+        self.counted_here = 0  # workers on this host, where they were counted as all came
 
     def update(self, members: Iterable[Member]) -> list[Member]:
         """Take in what was published; those that were replaced by a newer incarnation, or that left."""
@@ -135,6 +144,7 @@ class Directory:
             self._drop(each)
         self._by_id[member.worker_id] = member
         self._by_name[member.name] = member
+        self._ids[member.incarnation] = member.worker_id
         self._latest[member.worker_id] = member.incarnation
         return gone
 
@@ -145,6 +155,7 @@ class Directory:
 
     def _drop(self, member: Member) -> None:
         self._by_id.pop(member.worker_id, None)
+        self._ids.pop(member.incarnation, None)
         if self._by_name.get(member.name) is member:
             del self._by_name[member.name]
 
@@ -152,9 +163,26 @@ class Directory:
         """The member of that name."""
         return self._by_name.get(name)
 
+    def known(self, worker_id: int) -> Member | None:
+        """The member with that id, if its record was read."""
+        return self._by_id.get(worker_id)
+
     def by_id(self, worker_id: int) -> Member | None:
         """The member with that id."""
-        return self._by_id.get(worker_id)
+        member = self._by_id.get(worker_id)
+        return member if member is not None or self.look_up is None else self._looked_up(worker_id)
+
+    def _looked_up(self, worker_id: int) -> Member | None:
+        assert self.look_up is not None
+        member = self.look_up(worker_id)
+        with self._lock:
+            if member is not None and member.name not in self._by_name and not self._is_old_news(member):
+                self._enter(member)  # in nobody's place, so nobody has to be told
+        return member
+
+    def holder_of(self, incarnation: int) -> WorkerId | None:
+        """The id of the member that this incarnation is."""
+        return self._ids.get(incarnation)
 
     def has_left(self, member: Member) -> bool:
         """Whether this incarnation said that it leaves."""
@@ -181,7 +209,9 @@ class Directory:
 
     def workers_here(self, mine: Member) -> int:
         """How many processes on the host of `mine` are workers of this job, that one included."""
-        return len({member.pid for member in self.members() if member.host == mine.host} | {mine.pid})
+        return self.counted_here or len(
+            {member.pid for member in self.members() if member.host == mine.host} | {mine.pid}
+        )
 
     def unknown(self, who: object) -> UnknownWorker:
         """The error for a worker that is not there."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from telegrad.errors import RRefError, TelegradError
 from telegrad.ids import PeerId, RRefId, show_id
-from telegrad.rpc.calls import start_call, wait_for_value
+from telegrad.rpc.round_trip import start_call, wait_for_value
 from telegrad.rref.ledger.lifetime import Leak
 from telegrad.rref.outcome import Outcome
 from telegrad.rref.rref_context import RRefContext

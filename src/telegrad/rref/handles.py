@@ -8,11 +8,11 @@ from typing import Any
 
 from telegrad.errors import CallRefused, RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId, show_id
-from telegrad.rpc.calls import start_call, start_request, value_of, wait_for_value
 from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.futures import Future
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+from telegrad.rpc.round_trip import start_call, start_request, value_of, wait_for_value
 from telegrad.rpc.workers import Member, peer_of
 from telegrad.rref.creation import Creation
 from telegrad.rref.outcome import Outcome

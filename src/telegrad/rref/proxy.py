@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from telegrad.rpc.calls import complete_future, start_call, wait_for_value
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.functions import async_execution
 from telegrad.rpc.futures import Future
 from telegrad.rpc.remote_errors import hide_own_frames
+from telegrad.rpc.round_trip import complete_future, start_call, wait_for_value
 from telegrad.rpc.server.run_call import ASYNC_MARK
 from telegrad.rref.handles import OwnerHandle, create
 from telegrad.rref.outcome import Outcome

@@ -92,7 +92,7 @@ class RRefContext(ReferenceHolder):
         directory, worker_id = self.agent.directory, worker_id_of(peer)
         member = directory.by_id(worker_id)
         if member is None or peer_of(member) != peer:
-            self.agent.peers.look_for_news()
+            self.agent.peers.look_for_news(worker_id)
             member = directory.by_id(worker_id)
         return member if member is not None and peer_of(member) == peer else None
 
@@ -297,7 +297,9 @@ class RRefContext(ReferenceHolder):
 
     def _settle_death(self, member: Member) -> None:
         # Whoever joined before the death may have handles from the dead, so all must be known before it is settled.
-        self.agent.peers.look_for_news()
+        # In a large job they are asked for only if there is something here that they could have a handle of.
+        if self.owned or self.agent.directory.look_up is None:
+            self.agent.peers.look_for_news()
         dead = peer_of(member)
         for other in self.agent.directory.members():
             if not self.agent.is_dead(other):

@@ -1,6 +1,5 @@
 """What an owner and a user answer: creations, fetches, and the messages of the protocol."""
 
-import threading
 from functools import partial
 from typing import Any
 
@@ -8,6 +7,7 @@ from telegrad.errors import CallCancelled, CallRefused, ProtocolError, RRefError
 from telegrad.rpc.layer import Served
 from telegrad.rpc.packing import pack_for
 from telegrad.rpc.request import Request
+from telegrad.rpc.server.cancellation import FirstEnd
 from telegrad.rpc.server.run_call import CallService, Later
 from telegrad.rpc.workers import peer_of
 from telegrad.rref.ledger.actions import Refuse, SendAck
@@ -95,19 +95,15 @@ def serve_fetch(rrefs: RRefContext, request: Request) -> None:
     if value.done:
         _send_value(rrefs, request, value)
         return
-    first = threading.Lock()  # held by whichever ends the request
+    first = FirstEnd()
 
-    def send() -> None:
-        if first.acquire(blocking=False):
-            _send_value(rrefs, request, value)
-
+    @first
     def cancel() -> None:
         """Perhaps the value never comes: a caller that was interrupted lets go of it, and that may be heard first."""
-        if first.acquire(blocking=False):
-            rrefs.agent.fail(request, CallCancelled("the value was no longer waited for before it was there"))
+        rrefs.agent.fail(request, CallCancelled("the value was no longer waited for before it was there"))
 
     request.session.cancelling().on_ask(request.frame.request_id, cancel)
-    value.when_done(send)
+    value.when_done(first(partial(_send_value, rrefs, request, value)))
 
 
 def _send_value(rrefs: RRefContext, request: Request, value: Outcome) -> None:

@@ -80,7 +80,7 @@ def check_distributed_grads(
 def _cluster(workers: int) -> Iterator[list[str]]:
     agent = current_agent()
     if agent is not None:
-        yield [member.name for member in agent.directory.members()]
+        yield [member.name for member in agent.peers.everyone()]
         return
     with local_cluster(workers) as cluster:
         yield list(cluster.names)

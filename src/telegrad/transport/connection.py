@@ -1,6 +1,10 @@
 """A connection sends and receives whole messages over one stream, and large tensors over several where it has them.
 
-Small messages are one piece and may wait to share a write. Where the memory of tensors goes is decided in
+Small messages are one piece and may wait in the `outbox`, to share a write. They leave before whatever is written next;
+or by `flush`, which never waits: if another thread is writing, that one writes them when it has ended, and if the peer
+does not read, the timer looks again when there may be room (`flush_within`). Nobody else keeps account of them.
+
+Where the memory of tensors goes is decided in
 `tensor_memory.py`, whose notices travel between the messages; nobody above sees them.
 """
 
@@ -35,7 +39,9 @@ log = logging.getLogger("telegrad.transport")
 SMALL_FRAME = 64 * 1024  # bytes up to which a message is one piece, and can share a write
 SMALL_PAYLOAD = 32 * 1024  # bytes up to which it usually is one, with the small tensors that may come along
 _HOLD_UP_TO = 64  # small frames that may wait for one write
+_MOST_MENTIONED = 4096  # frames that wait for a peer that does not read, beyond which it is told nothing more
 _MOMENT = 0.002  # seconds that a message takes to be written, if nobody is slow
+_NO_ROOM = 0.005  # seconds after which to look again whether the peer has read
 _FOREVER = float("inf")
 
 _first_side = threading.Lock()  # of any connection
@@ -44,6 +50,10 @@ heap = Heap()
 
 
 def _nothing() -> None:
+    pass
+
+
+def _no_timer(seconds: float) -> None:
     pass
 
 
@@ -69,6 +79,8 @@ class Connection:
         # Blocks that the peer does not know yet to be free: looked at before each write.
         self._released, self._retired = self.memory.released, self.memory.retired
         self.outbox: deque[bytes] = deque()  # small frames that wait for the next write
+        self._due = False  # whether it is to be written by whoever has the lock, or takes it next
+        self.flush_within: Callable[[float], None] = _no_timer  # flushes after some time, if nothing else was written
         self.after_hold: Callable[[], None] = _nothing  # called when what was held back has been written in time
         self.closed = False
 
@@ -107,10 +119,7 @@ class Connection:
         if type(memory) is bytes:
             frame = encode_whole(kind, request_id, ack, message, payload, tensors, memory)
             if len(frame) <= SMALL_FRAME:
-                if hold and len(self.outbox) < _HOLD_UP_TO:
-                    self.outbox.append(frame)
-                else:
-                    self._write([frame], deadline)
+                self.send_encoded(frame, deadline, hold)
                 return frame
             prefix = encode_prefix(kind, request_id, ack, message, tensors, (), len(payload), len(memory))
             buffers: list[Any] = [prefix, payload, memory]
@@ -144,18 +153,56 @@ class Connection:
             )
 
     def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
-        """Send a frame that was encoded before."""
+        """Send a frame in one piece. If another thread is writing, that one writes it as well."""
         if len(frame) > SMALL_FRAME:
             self._check_size([frame])
-        if hold and len(self.outbox) < _HOLD_UP_TO:
-            self.outbox.append(frame)
-        else:
             self._write([frame], deadline)
+        elif hold or not self._write_lock.acquire(False):
+            if len(self.outbox) >= _HOLD_UP_TO:
+                self._write([frame], deadline)
+                return
+            self.outbox.append(frame)
+            if not hold:
+                self.flush()
+        else:
+            try:
+                if self.stream.unsent:  # the peer does not read: from now on whoever sends waits until it does
+                    self._write_with_held([frame], deadline)
+                else:
+                    if self.outbox or self._released or self._retired or self.memory.devices is not None:
+                        frame = b"".join((*self._waiting(), frame))
+                    if not self.stream.begin(frame):
+                        self.flush_within(_NO_ROOM)
+            finally:
+                self._write_lock.release()
+                if self._due:  # looked at once the lock is free: who could not have it has left something before
+                    self.flush()
+            if order.active:
+                self._has_written()
 
-    def flush(self, deadline: float | None = None) -> None:
-        """Write what was held back."""
-        if self.outbox:
-            self._write([b""], deadline)
+    def flush(self) -> None:
+        """Write what waits. Returns at once: another thread that is writing does this when it has ended, and what the
+        peer has no room for is written when it has. If the connection has ended, its reader learns so."""
+        self._due = True
+        while self._due and self._write_lock.acquire(False):
+            try:
+                self._due = False  # before taking it: what comes from now on is due again
+                if not self._write_what_fits():
+                    self.flush_within(_NO_ROOM)
+            except (OSError, ValueError) as error:
+                log.debug("a connection ended before what it held back was written: %s", error)
+            finally:
+                self._write_lock.release()
+        self._has_written()
+
+    def mention(self, message: AnyMessage, ack: int = 0, within: float = 0.0) -> None:
+        """Send a notice that need not arrive, without waiting: at once, or `within` some seconds."""
+        if len(self.outbox) < _MOST_MENTIONED:
+            self.outbox.append(encode_whole(NOTICE, 0, ack, message))
+            if within:
+                self.flush_within(within)
+            else:
+                self.flush()
 
     def tidy(self, before: float) -> bool:
         """Return the blocks that have been idle since `before`, and tell the peer which it need not keep either.
@@ -163,28 +210,27 @@ class Connection:
         Says whether the peer may have such news as well."""
         self.memory.trim(before)
         if self.memory.released or self.memory.retired or self.devices is not None:
-            try:
-                self._write([b""], time.monotonic())
-            except (OSError, ValueError):
-                log.debug("a peer hears of idle blocks with the next message")
+            self.flush()
         return self.memory.has_blocks
 
     def _write(self, buffers: list[Any], deadline: float | None) -> None:
-        """Write, after what was held back. TimeoutError at the deadline, also if another thread is still writing."""
+        """Write, after what waits. TimeoutError at the deadline, also if another thread is still writing."""
         if not self._write_lock.acquire(False):
             self._wait_to_write(deadline)
         try:
-            if self.outbox or self._released or self._retired or self.memory.devices is not None or order.active:
-                self._write_with_held(buffers, deadline)
-            else:
-                self.stream.send(buffers, deadline, self.on_blocked)
+            self._write_with_held(buffers, deadline)
         finally:
             self._write_lock.release()
+            if self._due:
+                self.flush()
+        self._has_written()
+
+    def _has_written(self) -> None:
         if order.active and self.memory.devices is not None:
             self.memory.devices.landing.prepare_expected()
 
-    def _write_with_held(self, buffers: list[Any], deadline: float | None) -> None:
-        """Under the lock: write, after what was held back and what is to be told about blocks."""
+    def _waiting(self) -> list[bytes]:
+        """Under the lock: what was held back and what is to be told about blocks, taken out to be written."""
         notices: list[bytes] = []
         if self._released or self._retired or self.memory.devices is not None:
             notices = [encode_prefix(NOTICE, 0, 0, notice) for notice in self.memory.notices()]
@@ -193,7 +239,18 @@ class Connection:
             held.append(self.outbox.popleft())
         # After what was held back: that may name a block which is free since it was encoded. And looked at before: they
         # may name what has just been put there (`_tell`).
-        held += notices
+        return held + notices
+
+    def _write_what_fits(self) -> bool:
+        """Under the lock: write what waits, as far as there is room. Whether that is all."""
+        if self.stream.unsent and not self.stream.begin(b""):
+            return False
+        waiting = self._waiting()
+        return not waiting or self.stream.begin(b"".join(waiting))
+
+    def _write_with_held(self, buffers: list[Any], deadline: float | None) -> None:
+        """Under the lock: write, after what waits."""
+        held = self._waiting()
         if held:
             is_one = len(buffers) == 1  # which is small, or nearly so
             buffers = [b"".join((*held, *buffers))] if is_one else [b"".join(held), *buffers]
@@ -238,6 +295,8 @@ class Connection:
             self.stripes.send(data, length, deadline, self.on_blocked)
         finally:
             self._write_lock.release()
+            if self._due:
+                self.flush()
 
     def _wait_to_write(self, deadline: float | None) -> None:
         """Another thread is writing. Usually it is done in a moment; else the peer does not read, perhaps until what it
@@ -331,12 +390,12 @@ class Connection:
             raise AuthenticationError("the connection has ended, or was to have others beside it")
         return self.gathering
 
-    def use_stripes(self, deadline: float) -> None:
+    def use_stripes(self) -> None:
         """Send large messages over all streams from now on, and let the peer do so."""
         assert self.stripes is not None
         self._striped = True  # the peer has them all: it was told so by each
         self._tell(StripesReady(self.stripes.count))
-        self.flush(deadline)
+        self.flush()
 
     def _heard_of_stripes(self, message: StripesReady) -> None:
         if self.stripes is None or message.connections != self.stripes.count:
@@ -357,7 +416,8 @@ class Connection:
     @property
     def delivered(self) -> bool:
         """Whether all that was written has reached the peer's host, so that closing this end loses none of it."""
-        return self.stream.delivered and (self.stripes is None or self.stripes.delivered)
+        waits = self.outbox or self.stream.unsent
+        return not waits and self.stream.delivered and (self.stripes is None or self.stripes.delivered)
 
     def close(self) -> None:
         """End the connection; tensors that alias its blocks stay valid."""

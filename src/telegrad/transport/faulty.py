@@ -5,6 +5,7 @@ and does it. What is sent without a fault, and all that is received, passes thro
 a delayed message waits behind it, as it would behind a slow network.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from telegrad.transport.connection import Connection
-from telegrad.wire.frames import HEADER, WHOLE_BEGINS, decode_record
+from telegrad.wire.frames import HEADER, NOTICE, WHOLE_BEGINS, decode_record
 from telegrad.wire.messages import AnyMessage
 
 log = logging.getLogger("telegrad.transport")
@@ -117,6 +118,12 @@ class FaultyConnection:
             self.send(found.kind, found.request_id, found.ack, found.message, *content, deadline=deadline, hold=hold)
         else:
             self._connection.send_encoded(frame, deadline, hold)
+
+    def mention(self, message: AnyMessage, ack: int = 0, within: float = 0.0) -> None:
+        """The same for a notice that need not arrive."""
+        with contextlib.suppress(OSError):
+            self.send(NOTICE, 0, ack, message, hold=True)
+            self._connection.flush()
 
     def _queue(self, seconds: float, frame: tuple[Any, ...]) -> None:
         self._line.append((time.monotonic() + seconds, frame))

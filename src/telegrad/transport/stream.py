@@ -36,6 +36,7 @@ class Stream(Protocol):
     lane: "Lane | None"
     broken: bool  # a write was given up halfway: nothing can follow it, and the peer sees the end
     pending: int  # bytes that were read from the socket and not given out, which polling does not show
+    unsent: bytes  # the end of what `begin` was given and found no room
     last_written: float  # when the peer last made room for more, after it had made a writer wait
     peer_pid: int  # the process at the other end, where the kernel tells; else 0
 
@@ -47,6 +48,10 @@ class Stream(Protocol):
 
     def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
         """Write all of `buffers`; calls `blocked` once if that has to wait."""
+
+    def begin(self, data: bytes) -> bool:
+        """Write what there is room for, without waiting. The rest is kept, and goes before anything else that is sent.
+        Whether there is none."""
 
     def readable(self, seconds: float) -> bool:
         """Wait until there is something to read, at most `seconds`."""
@@ -75,6 +80,7 @@ class SocketStream:
     """A stream over one socket."""
 
     pending = 0  # the kernel keeps what was not read
+    unsent = b""
 
     def __init__(self, sock: socket.socket, kind: str, lane: "Lane | None" = None) -> None:
         sock.setblocking(False)
@@ -107,6 +113,8 @@ class SocketStream:
     def send(self, buffers: Buffers, deadline: float | None, blocked: Callable[[], None]) -> None:
         """Write all of `buffers`; calls `blocked` once if that has to wait. TimeoutError at the deadline, after which
         the stream is `broken` if a part had been written."""
+        if self.unsent:
+            self._send_unsent(deadline, blocked)
         sent = 0
         try:
             if len(buffers) == 1:
@@ -143,6 +151,32 @@ class SocketStream:
                 writable = select.poll()
                 writable.register(self._socket, select.POLLOUT)
                 writable.poll(None if left is None else left * 1000 + 1)
+
+    def begin(self, data: bytes) -> bool:
+        """Write what there is room for, without waiting. The rest is kept, and goes before anything else that is sent.
+        Whether there is none."""
+        if self.unsent:
+            return self._go_on(data)
+        try:
+            sent = self._socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent == len(data):
+            return True
+        self.unsent = data[sent:]
+        return False
+
+    def _go_on(self, data: bytes) -> bool:
+        waited, self.unsent = self.unsent, b""
+        size = len(waited) + len(data)
+        done = self.begin(waited + data)
+        if len(self.unsent) < size:
+            self.last_written = time.monotonic()
+        return done
+
+    def _send_unsent(self, deadline: float | None, blocked: Callable[[], None]) -> None:
+        self._send_slowly([memoryview(self.unsent)], deadline, blocked, begun=False)
+        self.unsent = b""
 
     def keep_alive(self) -> None:
         """For one that may be idle for long: the kernel sees to it that no router forgets it, or finds that one has."""

@@ -226,7 +226,10 @@ class TensorMemory:
                 memory = inline
             else:
                 memory = borrowed.get(segment.block) or self._memory_of(segment.block, borrowed)
-                frame.is_large = True
+                if segment.nbytes >= SHARE_FROM or not is_of_device(
+                    segment.block
+                ):  # on the GPU there are small ones, too
+                    frame.is_large = True
             end = segment.offset + segment.nbytes
             if segment.nbytes < 0 or segment.offset < 0 or end > len(memory):
                 raise ProtocolError(
@@ -325,7 +328,7 @@ def _inline(segments: Sequence[Segment], small: bool) -> Placed:
         table.append(SegmentSpec(segment.nbytes, INLINE, start))
         if segment.device == HOST:
             data.append(segment_bytes(segment) if small else segment_view(segment))
-        elif segment.nbytes > host.CHUNK:
+        elif segment.nbytes > host.CHUNKED_FROM:
             data.append(host.DeviceBytes(segment.address, segment.nbytes, segment.device, segment.owner))
         else:
             data.append(host.bytes_of(segment.address, segment.nbytes, segment.device))

@@ -192,6 +192,8 @@ class TlsStream(SocketStream):
         stream is `broken` if a part had been encrypted: nothing else can follow that."""
         if deadline is not None and deadline - monotonic() < _HURRY:
             self._check_room()
+        if self.unsent:
+            self._send_unsent(deadline, blocked)
         if len(buffers) == 1 and len(buffers[0]) <= _RECORD:
             with self._step:
                 self._encrypt(buffers[0])
@@ -216,6 +218,16 @@ class TlsStream(SocketStream):
             encrypted = self._outgoing.read()
         if encrypted:
             self._send_encrypted(encrypted, deadline, blocked)
+
+    def begin(self, data: bytes) -> bool:
+        """Write what there is room for, without waiting; the rest is kept, encrypted."""
+        if data:
+            view, at = memoryview(data), 0
+            with self._step:
+                while at < len(data):
+                    at += self._encrypt(view[at:])
+                data = self._encrypted()
+        return super().begin(data)
 
     def _send_encrypted(self, encrypted: Any, deadline: float | None, blocked: Callable[[], None]) -> None:
         try:

@@ -106,7 +106,7 @@ class Recording:
 
     def _others(self) -> list[Member]:
         agent = self._agent
-        return [m for m in agent.directory.members() if m.worker_id != agent.member.worker_id and not agent.is_dead(m)]
+        return [m for m in agent.peers.everyone() if m.worker_id != agent.member.worker_id and not agent.is_dead(m)]
 
     def _welcome(self) -> None:
         """Ask those to record that were not asked yet."""

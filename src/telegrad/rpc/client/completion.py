@@ -12,6 +12,15 @@ from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.runtime import Runtime
 
 
+def wake(slot: Slot) -> None:
+    """Wake a caller that sleeps: its reply is there, or it is to read. It may be awake already: by itself, at its
+    deadline, or because it was to read when another thread came first, and found the reply."""
+    try:
+        slot.wake.release()
+    except RuntimeError:
+        pass
+
+
 class Completion:
     """The ends of the requests of one link."""
 
@@ -25,13 +34,9 @@ class Completion:
         slot.done = True
         if trace.recorder is not None:
             trace.recorder.answered(slot)
-        wake = slot.wake
-        if wake is None:
+        if slot.wake is None:
             return slot.complete is not None
-        try:
-            wake.release()
-        except RuntimeError:  # it woke by itself, at its deadline
-            pass
+        wake(slot)
         return slot.complete is not None and not slot.attended
 
     def by_io_thread(self, slots: list[Slot]) -> None:

@@ -95,6 +95,7 @@ class Connecting:
             if isinstance(dialled, Unanswered):
                 return dialled
             connection, self.main_by_value = dialled.connection, dialled.main_by_value
+            self.runtime.delayed_flush.look_after(connection)  # before anything is sent that may find no room
             try:
                 self._send_again(connection, limit)
                 break

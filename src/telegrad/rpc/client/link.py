@@ -24,7 +24,7 @@ from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
 from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import Member
-from telegrad.transport.connection import Connection
+from telegrad.transport.connection import SMALL_PAYLOAD, Connection
 from telegrad.wire.codec import Packed
 from telegrad.wire.frames import NOTICE, REQUEST, encode_whole
 from telegrad.wire.messages import AnyMessage, CancelCall, Ping
@@ -81,9 +81,10 @@ class Link(Connecting):
         specs: Any = ()
         memory: Any = b""
         if tensors:
-            specs, memory = describe_small(tensors) or describe(tensors)
             if order.active or self.member.device_maps:
-                specs, memory = self.runtime.placement.apply(self.member, tensors, specs, memory)
+                specs, memory = self.runtime.placement.describe(self.member, tensors)
+            else:
+                specs, memory = describe_small(tensors) or describe(tensors)
         now = time.monotonic()
         deadline = now + timeout if timeout else FOREVER
         resend = (message, payload, specs, memory)
@@ -99,18 +100,23 @@ class Link(Connecting):
         unattended = complete is not None and not attended
         hold = unattended and self._unwaited(slot)
         try:
-            connection.send(
-                REQUEST,
-                slot.request_id,
-                ack,
-                message,
-                payload,
-                specs,
-                memory,
-                deadline=deadline if timeout else None,
-                hold=hold,
-                in_place=slot.in_place,
-            )
+            limit = deadline if timeout else None
+            if type(memory) is bytes and len(payload) < SMALL_PAYLOAD:
+                frame = encode_whole(REQUEST, slot.request_id, ack, message, payload, specs, memory)
+                connection.send_encoded(frame, limit, hold)
+            else:
+                connection.send(
+                    REQUEST,
+                    slot.request_id,
+                    ack,
+                    message,
+                    payload,
+                    specs,
+                    memory,
+                    deadline=limit,
+                    hold=hold,
+                    in_place=slot.in_place,
+                )
         except TimeoutError:
             self.pending.give_up(slot.request_id)
             raise self.timeout_error(slot, NOT_TAKEN) from None
@@ -127,7 +133,7 @@ class Link(Connecting):
             # Nor are replies read one by one then: completing a future lets go of the GIL, and each time the thread
             # that asks and the thread that reads would fight for it.
             self.replies.last_asked = now
-            self.runtime.delayed_flush.within(BURST, connection)
+            connection.flush_within(BURST)
         elif unattended:
             self.replies.arm()
         return slot
@@ -165,11 +171,12 @@ class Link(Connecting):
             log.debug("a notice to %s was not delivered: %s", self.member.name, message)
             return
         try:
-            connection.send_encoded(encode_whole(NOTICE, number, 0, message), hold=True)
+            frame = encode_whole(NOTICE, number, 0, message)
+            connection.send_encoded(frame, time.monotonic() + self.runtime.patience, hold=True)
             if lazy:
-                self.runtime.delayed_flush.within(LAZY, connection)
+                connection.flush_within(LAZY)
             else:
-                connection.flush(deadline=time.monotonic() + self.runtime.patience)
+                connection.flush()
         except TimeoutError:
             log.debug("a notice to %s cannot be written now; it goes with the next message", self.member.name)
         except (OSError, ValueError):
@@ -177,24 +184,15 @@ class Link(Connecting):
         if connection.closed:
             self._send_over_next(connection, NOTICE, number, 0, message)
 
-    def farewell(self, message: AnyMessage) -> None:
-        """Tell the worker that this one leaves, if it can be told without waiting."""
-        self._mention(message, 0.0)
-
     def ping(self) -> None:
         """The timer: ask whether the worker lives."""
-        self._mention(Ping(), time.monotonic())
+        self.mention(Ping())
 
-    def _mention(self, message: AnyMessage, deadline: float | None = None) -> None:
-        """Send a notice that need not arrive: by the deadline, or with the next message."""
+    def mention(self, message: AnyMessage, within: float = 0.0) -> None:
+        """Send a notice that need not arrive, without waiting."""
         connection = self.current
         if connection is not None:
-            try:
-                connection.send(NOTICE, 0, self.pending.lowest(), message, deadline=deadline, hold=deadline is None)
-                if deadline is None:
-                    self.runtime.delayed_flush.within(BURST, connection)
-            except (OSError, ValueError):
-                log.debug("%s was not told: %s", self.member.name, message)
+            connection.mention(message, self.pending.lowest(), within)
 
     # --- deadlines, and signs of life ---
 
@@ -208,7 +206,7 @@ class Link(Connecting):
         """The caller no longer wants the reply. False if it has it, or is about to."""
         if self.pending.give_up(slot.request_id) is None:
             return False
-        self._mention(CancelCall(slot.request_id))
+        self.mention(CancelCall(slot.request_id), BURST)
         slot.error = CallCancelled(f"{slot.what()} was cancelled")
         self.completion.settle([slot])
         return True
@@ -216,7 +214,7 @@ class Link(Connecting):
     def stopped_waiting(self, slot: Slot) -> None:
         """The caller waits no more: its deadline has passed, or it was interrupted."""
         if stand_in.in_force.cancels_at_timeout:
-            self._mention(CancelCall(slot.request_id))
+            self.mention(CancelCall(slot.request_id), BURST)
 
     def expire(self) -> None:
         """The timer: a deadline of a future may have passed."""

@@ -98,7 +98,7 @@ class Receiver:
             elif slot.complete is not None:
                 read.append(slot)
         if connection.outbox:
-            self.flush(connection)
+            connection.flush()  # it never waits: this thread reads
         if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
             self.acknowledge(connection)
 
@@ -132,15 +132,6 @@ class Receiver:
             for layer in self._runtime.layers:
                 layer.on_late_reply(frame, self._link.member.worker_id)
 
-    def flush(self, connection: Connection) -> None:
-        """Send what waited to be sent together."""
-        try:
-            connection.flush(deadline=time.monotonic())  # this thread reads: it must not wait until the worker does
-        except TimeoutError:
-            self._runtime.delayed_flush.within(LAZY, connection)
-        except (OSError, ValueError):
-            log.debug("what was held back for %s goes over its next connection", self._link.member.name)
-
     def acknowledge(self, connection: Connection) -> None:
         """A large reply came, or many: let their sender forget them soon, if no request follows at once.
 
@@ -153,6 +144,6 @@ class Receiver:
             named.extend([request_id for request_id in received if request_id >= lowest])
         try:
             connection.send(NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
-            self._runtime.delayed_flush.within(LAZY, connection)
+            connection.flush_within(LAZY)
         except (OSError, ValueError):
             log.debug("an acknowledgement to %s was not delivered", self._link.member.name)

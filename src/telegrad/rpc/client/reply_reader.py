@@ -15,7 +15,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from telegrad.errors import RpcTimeout
-from telegrad.rpc.client.completion import Completion
+from telegrad.rpc.client.completion import Completion, wake
 from telegrad.rpc.client.pending import FOREVER, Pending, Slot
 from telegrad.rpc.client.receiving import Receiver, ReceivingLink
 from telegrad.rpc.threads.delayed_flush import BURST
@@ -51,7 +51,6 @@ class ReplyReader:
 
     def __init__(self, link: ReadLink) -> None:
         self._link = link
-        self._runtime = link.runtime
         self._io_threads = link.runtime.io_threads
         self._pending = link.pending
         self._slots = link.pending.slots
@@ -101,7 +100,8 @@ class ReplyReader:
         read: list[Slot] = []
         came = False
         try:
-            came = connection.stream.readable(seconds)
+            ready = connection.stream.readable
+            came = self._spinner.wait(ready, self._io_threads) or ready(seconds)
             if came:
                 self._receive(connection, read)
         finally:
@@ -150,7 +150,7 @@ class ReplyReader:
         with blocking():
             woken = _acquire(slot.wake, left)
         if woken and slot.done:
-            slot.wake.release()  # several threads may wait for one future: each wakes the next
+            wake(slot)  # several threads may wait for one future: each wakes the next
         with self._lock:
             if slot in self._waiters:
                 self._waiters.remove(slot)
@@ -203,14 +203,14 @@ class ReplyReader:
         while self._waiters:
             heir = self._waiters.popleft()
             if not heir.done:
-                heir.wake.release()
+                wake(heir)
                 return
         waiting = len(self._slots)
         connection = self._link.current
         if connection is None or not (waiting or self._pending.given_up):
             return
         if waiting > BURST_CALLS and time.monotonic() - self.last_asked < BURST:
-            self._runtime.delayed_flush.within(BURST, connection)  # calls keep coming: read their replies together
+            connection.flush_within(BURST)  # calls keep coming: read their replies together
         else:
             self.state = ARMED
             self._io_threads.arm(connection.stream.fileno())

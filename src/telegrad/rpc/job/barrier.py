@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from telegrad.errors import ProtocolError, TelegradError, WorkerDied
+from telegrad.ids import WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.job.arrivals import Arrivals
 from telegrad.rpc.layer import Layer, Served
@@ -49,6 +50,8 @@ class Barriers(Layer):
             return
         if message.worker != request.caller.name:
             raise ProtocolError(f"worker {request.caller.name!r} cannot reach a barrier for {message.worker!r}")
+        with blocking():
+            agent.peers.everyone()  # whom to wait for
         with self._lock:
             self._arrivals.arrive(
                 message.key,
@@ -90,7 +93,7 @@ class Barriers(Layer):
 def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
     """Wait until every living worker has reached the barrier `key`; the sum of their activities."""
     while True:
-        agent.peers.look_for_news()  # who was started again may be the coordinator
+        _look_for_coordinator(agent)
         coordinator = _coordinator(agent)
         try:
             reply = _arrive(agent, coordinator, Barrier(key, agent.info.name, activity), deadline)
@@ -104,7 +107,29 @@ def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
 
 def _coordinator(agent: Agent) -> Member:
     """Who coordinates, by all that is known here. Whoever knows less learns of it while it waits."""
-    return min((m for m in agent.directory.members() if not agent.is_dead(m)), key=lambda m: m.worker_id)
+    return min(_candidates(agent), key=lambda m: m.worker_id)
+
+
+def _candidates(agent: Agent) -> list[Member]:
+    """The living; where not all are known here, the first of them."""
+    if agent.directory.look_up is None:
+        return [m for m in agent.directory.members() if not agent.is_dead(m)]
+    ranks = map(agent.directory.by_id, range(agent.world_size or 0))
+    return [next(m for m in ranks if m is not None and not agent.is_dead(m))]
+
+
+def _look_for_coordinator(agent: Agent) -> None:
+    """Who was started again may be the coordinator."""
+    if agent.directory.look_up is None:
+        agent.peers.look_for_news()
+        return
+    for rank in range(agent.member.worker_id):
+        if agent.standing(WorkerId(rank)) is None:  # else its end would have shown
+            agent.peers.look_for_news(rank)
+        member = agent.directory.by_id(rank)
+        if member is not None and not agent.is_dead(member):
+            return
+    agent.peers.look_for_news()  # it is this worker, which has to know of all
 
 
 def _arrive(agent: Agent, coordinator: Member, message: Barrier, deadline: float) -> AnyMessage | None:
@@ -124,7 +149,7 @@ def _arrive(agent: Agent, coordinator: Member, message: Barrier, deadline: float
             wakeup.wait(pause)
         pause = min(2 * pause, _MOST_NEWS_SECONDS)  # all who wait look, in one store
         if not slot.done:
-            agent.peers.look_for_news()
+            _look_for_coordinator(agent)
             if (
                 _coordinator(agent).incarnation != coordinator.incarnation
                 and slot.link.pending.give_up(slot.request_id) is not None

@@ -49,7 +49,7 @@ def debug_waits(cluster: bool = False) -> str:
     if not cluster:
         lines = [wait.text for wait in waits_of(agent)]
         return "\n".join(lines) or f"worker {agent.info.name!r} waits for nothing"
-    names = {int(member.worker_id): member.name for member in agent.directory.members()}
+    names = {int(member.worker_id): member.name for member in agent.peers.everyone()}
     answers: dict[int, Sequence[Wait] | None] = {**_ask_all(agent), int(agent.info.id): waits_of(agent)}
     lines = chains(names, answers, int(agent.info.id))
     others = [i for i in sorted(names) if i != agent.info.id and not any(names[i] in line for line in lines)]

@@ -14,14 +14,15 @@ from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import set_current_agent
 from telegrad.rpc.devices import as_published, check_maps
+from telegrad.rpc.job.attendance import Attendance, check_counted, counterpart_of
 from telegrad.rpc.job.barrier import Barriers
 from telegrad.rpc.job.debug_waits import Waits
 from telegrad.rpc.job.membership import Clash, Joining, Membership
 from telegrad.rpc.job.presence import LOOPBACK, address_towards, seems_alive
-from telegrad.rpc.job.reach import DialsBack, check_reach
+from telegrad.rpc.job.reach import DialsBack, check_reach, check_reach_of
 from telegrad.rpc.job.rendezvous import store as store_host
 from telegrad.rpc.job.rendezvous.job_marker import own_marker
-from telegrad.rpc.job.rendezvous.member_log import MemberLog, open_store, wait_for_ranks
+from telegrad.rpc.job.rendezvous.member_log import MemberLog, open_store
 from telegrad.rpc.job.rendezvous.store_recovery import StoreRecovery
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.server.run_call import CallService
@@ -118,6 +119,8 @@ def _start_at(
     agent = Agent(member, trust.secret.value, options, listeners, member_log, tls)
     install_guard(agent)
     agent.world_size = world_size
+    if member_log.register is not None:
+        agent.directory.look_up = member_log.look_up
     agent.store_recovery = StoreRecovery(agent, member_log)
     install_own_layers(agent)
     try:
@@ -171,17 +174,28 @@ def _generation(member_log: MemberLog, worker_id: int) -> int:
 def _meet(agent: Agent, member_log: MemberLog, member: Member, world_size: int | None) -> None:
     take = agent.peers.take_news
     with agent.layer(Membership).joining(member, world_size) as joining:
-        member_log.news(take)
+        member_log.news(take, about=member.worker_id)
         _await_end_of(joining, member_log, agent)  # before the others read that this worker has replaced it
-        _publish(member_log, member)  # before looking for clashes, so that both sides of one see it
-        member_log.news(take)
-        joining.present()
-        if world_size is not None:
-            wait_for_ranks(member_log, take, joining.present, world_size, agent.options.rendezvous_timeout)
-            if member_log.is_first and member_log.is_outdated(member.worker_id, member.incarnation):
+        attendance = None if world_size is None else Attendance(agent, member_log, joining, world_size)
+        _publish(member_log, member, attendance)  # before looking for clashes, so that both sides of one see it
+        if attendance is None:
+            counted = False
+            member_log.news(take)
+            joining.present()
+        else:
+            counted = attendance.wait()
+            # Whoever says in a large job's new store what it knows may not know of this worker, but another does.
+            may_be = member_log.is_first or (member_log.register is not None and not counted)
+            if may_be and member_log.is_outdated(member.worker_id, member.incarnation):
                 raise _Outdated(f"worker {member.name!r} is not the first with its id")
-    check_reach(agent)
-    check_maps(joining.seen.values(), is_static=world_size is not None)
+            if counted:
+                check_counted(agent, member_log, joining)
+    member_log.has_met = world_size is not None
+    if counted:
+        check_reach_of(agent, counterpart_of(agent, member_log))
+    else:
+        check_reach(agent)
+        check_maps(joining.seen.values(), is_static=world_size is not None)
 
 
 def _await_end_of(joining: Joining, member_log: MemberLog, agent: Agent) -> None:
@@ -194,12 +208,14 @@ def _await_end_of(joining: Joining, member_log: MemberLog, agent: Agent) -> None
                 "Two jobs at one address? Give this one another port or file, or end the other first"
             )
         time.sleep(_LOOK_SECONDS)
-        member_log.news(agent.peers.take_news)
+        member_log.news(agent.peers.take_news, about=agent.member.worker_id)
 
 
-def _publish(member_log: MemberLog, member: Member) -> None:
+def _publish(member_log: MemberLog, member: Member, attendance: Attendance | None) -> None:
     try:
-        member_log.publish(member)
+        has_own_name = member_log.publish(member)
+        if attendance is not None:
+            attendance.arrive(has_own_name)
     except RuntimeError as error:
         if member_log.where is None:
             raise

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from telegrad.errors import RendezvousError, TelegradError
 from telegrad.ids import generation_of
@@ -12,7 +12,7 @@ from telegrad.rpc.layer import Layer
 from telegrad.rpc.workers import Member
 
 # For the dead whose engine starts them again. After that, if others of their time live on, the job goes on without.
-_COMEBACK_SECONDS = 2.0
+COMEBACK_SECONDS = 2.0
 _ASK_AGAIN_SECONDS = 0.25
 
 
@@ -69,6 +69,9 @@ class Joining:
         self._dead_since: dict[int, float] = {}  # incarnations that were found dead, and when
         self._alive: dict[int, float] = {}  # incarnations that were found alive, and when
         self.predecessor: Member | None = None  # who had this worker's id before
+        # Whether all had come before the store was opened anew, which may then have no record of some that died.
+        self.had_met: Callable[[], bool] = lambda: False
+        self._unheard_since: dict[int, float] = {}
 
     def take(self, members: Sequence[Member]) -> Sequence[Member]:
         """Records were read: those of others. A clash is raised by `present`, in the thread that joins."""
@@ -105,14 +108,25 @@ class Joining:
             raise self._clash
         known = {int(m.worker_id): m for m in self._agent.directory.members()}
         here = self._left | known.keys()
+        here |= self._given_up(known, here)
         if self._world_size is not None and len(here) >= self._world_size:  # else there is no hurry to look closer
             before = {i: member for i, member in known.items() if generation_of(member.incarnation) < self._generation}
-            dead = {worker_id for worker_id, member in before.items() if self._is_dead(member)}
+            dead = {worker_id for worker_id, member in before.items() if self.is_dead(member)}
             if dead and not self._goes_on_without(known, dead):
                 return here - dead
         return here
 
-    def _is_dead(self, member: Member) -> bool:
+    def _given_up(self, known: dict[int, Member], here: set[int]) -> set[int]:
+        """Those who were here before the store was opened anew and are not heard of since: dead like others that do not
+        come back."""
+        unheard = set(range(self._world_size or 0)) - here
+        if not unheard or not self.had_met():
+            return set()
+        now = time.monotonic()
+        since = max([self._unheard_since.setdefault(worker_id, now) for worker_id in unheard])
+        return unheard if now - since >= COMEBACK_SECONDS and self._has_survivors(known, set()) else set()
+
+    def is_dead(self, member: Member) -> bool:
         """Whether a worker is gone. One on another host is asked only if it may be of an earlier start."""
         if member.incarnation == self._member.incarnation:
             return False
@@ -133,15 +147,17 @@ class Joining:
             self._dead_since.setdefault(member.incarnation, time.monotonic())
         return alive is False
 
-    def _goes_on_without(self, known: dict[int, Member], dead: set[int]) -> bool:
-        survivors = any(
+    def _has_survivors(self, known: dict[int, Member], dead: set[int]) -> bool:
+        return any(
             generation_of(member.incarnation) < self._generation
             for worker_id, member in known.items()
             if worker_id not in dead and member.incarnation != self._member.incarnation
         )
+
+    def _goes_on_without(self, known: dict[int, Member], dead: set[int]) -> bool:
         now = time.monotonic()
-        return survivors and all(
-            now - self._dead_since.get(known[worker_id].incarnation, now) >= _COMEBACK_SECONDS for worker_id in dead
+        return self._has_survivors(known, dead) and all(
+            now - self._dead_since.get(known[worker_id].incarnation, now) >= COMEBACK_SECONDS for worker_id in dead
         )
 
 

@@ -32,7 +32,7 @@ class DialsBack(Layer):
     def _serve(self, request: Request) -> None:
         agent = self._agent
         with blocking():
-            agent.peers.look_for_news()
+            agent.peers.look_for_news(request.caller.worker_id)
             member = agent.directory.by_id(request.caller.worker_id)
             if member is None or member.incarnation != request.caller.incarnation:
                 raise RendezvousError(f"worker {request.caller.name!r} is not on record where the workers meet")
@@ -52,14 +52,19 @@ def partner_of(me: Member, members: Sequence[Member]) -> Member | None:
     return next_host[hosts[me.host].index(me) % len(next_host)]
 
 
+def check_reach_of(agent: Agent, partner: Member | None) -> None:
+    """See that this worker reaches one on another host, if there is one, and is reached by it. RendezvousError says
+    what fails."""
+    if partner is not None:
+        _connect(agent, partner)
+        _ask(agent, partner)
+
+
 def check_reach(agent: Agent) -> None:
-    """See that this worker reaches one on another host and is reached by it. RendezvousError says what fails."""
+    """The same where the records of all are known."""
     members = agent.directory.members()
     if agent.world_size is not None:
-        partner = partner_of(agent.member, members)
-        if partner is not None:
-            _connect(agent, partner)
-            _ask(agent, partner)
+        check_reach_of(agent, partner_of(agent.member, members))
         return
     others = [m for m in members if m.host != agent.member.host and not agent.is_dead(m)]
     for other in others[-_MOST_ASKED:]:

@@ -31,6 +31,7 @@ MOST_SESSIONS = 4096  # links of all callers together
 MOST_OF_ONE = 64  # of one caller that is not trusted
 _MOST_DEAD = 65536  # ends that are remembered
 _FRESH_SECONDS = 0.05  # a worker needs longer than that to be started again
+_LOOK_SECONDS = 0.02
 _LONGEST_ENDING = 400  # characters of what a worker says of its end
 
 
@@ -47,11 +48,16 @@ class MemberRecords(Protocol):
     """The log of members in the rendezvous store (`job/rendezvous/member_log.py`), as far as it is needed here."""
 
     store: Any
+    reads_all: bool  # whether all records are given when one is asked about
 
-    def news(self, take: Callable[[list[Member]], None]) -> None:
-        """Give the records appended since the last time to `take`."""
+    @property
+    def is_settling(self) -> bool:
+        """Whether records that are not there may come in a moment, since the store was lost."""
 
-    def publish(self, member: Member) -> None:
+    def news(self, take: Callable[[list[Member]], None], about: str | int | None = None) -> None:
+        """Give the records appended since the last time to `take`, at least the one `about` a worker."""
+
+    def publish(self, member: Member) -> bool:
         """Append a record."""
 
     def end_job(self) -> None:
@@ -74,6 +80,7 @@ class Peers:
         self._directory = directory
         self.member_log: MemberRecords | None = None  # where other workers say that they come and go
         self._looked = 0.0  # when, the last time
+        self._looked_at: dict[int, float] = {}  # the same of single workers, by id
         self._liveness: dict[int, Liveness] = {}  # by incarnation
         self._lock = threading.Lock()
         self._links: dict[WorkerId, Link] = {}
@@ -81,6 +88,7 @@ class Peers:
         self.by_name: dict[str, Link] = {}
         self._link_numbers = 0
         self._sessions: dict[tuple[int, int, int], Session] = {}
+        self._callers: dict[int, int] = {}  # by incarnation: the ids of those who have sessions
         self._welcomed: dict[int, Hello] = {}  # by id: callers that are let in, and are not served yet
         self._orphaned: WeakSet[Session] = WeakSet()  # of the dead, as long as something they asked still runs here
         self._dead: dict[int, WorkerDied] = {}  # by incarnation
@@ -96,13 +104,36 @@ class Peers:
                 return member
         if (member is None or self._linked(member) is None) and not self._runtime.closing:
             if member is None or not self._has_fresh_news_of(member):
-                self.look_for_news()  # it may be new, or have been started again
+                self._look_for(to)  # it may be new, or have been started again
             member = self._known(to)
+            if member is None:
+                member = self._await_record(to)
         if member is None:  # one that left is known to be dead: whatever is asked of it says so
             member = self._directory.who_left(to.name if isinstance(to, WorkerInfo) else to)
         if member is None:
+            self.everyone()  # whom the error names
             raise self._directory.unknown(to)
         return member
+
+    def _look_for(self, to: str | int | WorkerInfo) -> None:
+        self.look_for_news(to.id if isinstance(to, WorkerInfo) else to)
+
+    def _await_record(self, to: str | int | WorkerInfo) -> Member | None:
+        """A worker of a large job that may only be unknown because the store of its record is being opened anew."""
+        deadline = time.monotonic() + self._runtime.patience
+        while self.member_log is not None and self.member_log.is_settling and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            self._look_for(to)
+            member = self._known(to)
+            if member is not None:
+                return member
+        return None
+
+    def everyone(self) -> list[Member]:
+        """All members, by id. In a large job their records are read when this is first asked."""
+        if self.member_log is not None and not self.member_log.reads_all:
+            self.look_for_news()
+        return self._directory.members()
 
     def _known(self, to: str | int | WorkerInfo) -> Member | None:
         if isinstance(to, str):
@@ -119,15 +150,24 @@ class Peers:
     def _has_fresh_news_of(self, member: Member) -> bool:
         """Whether a worker that is called for the first time need not be looked up: one that calls all others looks
         once, and not once for each."""
-        return member.worker_id not in self._links and time.monotonic() - self._looked < _FRESH_SECONDS
+        looked = max(self._looked, self._looked_at.get(member.worker_id, 0.0))
+        return member.worker_id not in self._links and time.monotonic() - looked < _FRESH_SECONDS
 
-    def look_for_news(self) -> None:
-        """Read what others published since the last time."""
+    def look_for_news(self, about: str | int | None = None) -> None:
+        """Read what others published since the last time; in a large job only the record `about` one worker, if that
+        is all that is asked for."""
         if self.member_log is None:
             return
-        self._looked = time.monotonic()
+        now = time.monotonic()
+        if about is None or self.member_log.reads_all:
+            self._looked = now
+
+        def take(members: Sequence[Member]) -> None:
+            self._looked_at.update(dict.fromkeys((m.worker_id for m in members), now))
+            self.take_news(members)
+
         try:
-            self.member_log.news(self.take_news)
+            self.member_log.news(take, about)
         except RuntimeError as error:
             log.debug("the rendezvous store does not answer: %s", error)
 
@@ -156,7 +196,7 @@ class Peers:
         """Wait until a worker that died is back under its name; raises what ended it at the deadline."""
         deadline = time.monotonic() + seconds
         while True:
-            self.look_for_news()
+            self.look_for_news(member.name)
             known = self._directory.by_name(member.name)
             if known is not None and known.incarnation != member.incarnation:
                 return
@@ -166,7 +206,7 @@ class Peers:
                     worker=member.name,
                     incarnation=member.incarnation,
                 )
-            time.sleep(0.02)
+            time.sleep(_LOOK_SECONDS)
 
     # --- links ---
 
@@ -237,26 +277,27 @@ class Peers:
     def is_of_another(self, hello: Hello) -> bool:
         """Whether a caller says that it is the incarnation of another worker, whose end it could then tell."""
         worker_id, incarnation = hello.worker_id, hello.incarnation
-        members = [m.worker_id for m in self._directory.members() if m.incarnation == incarnation]
-        with self._lock:
-            callers = [key[0] for key in self._sessions if key[1] == incarnation]
-        return any(other != worker_id for other in members + callers)
+        holders = (self._directory.holder_of(incarnation), self._callers.get(incarnation))
+        return any(holder not in (None, worker_id) for holder in holders)
 
     def keep_place(self, hello: Hello) -> None:
         """A caller is about to be told that it is welcome: its link counts from now on, since several may be on their
         way in, until `serve` or `give_back_place`. AuthenticationError if there are too many."""
         key = _key(hello)
         with self._lock:
-            links = {of: session.member.name for of, session in self._sessions.items()}
-            links.update({_key(other): other.name for other in self._welcomed.values()})
-            if key not in links:
-                if len(links) >= MOST_SESSIONS:
+            coming = {_key(other): other.name for other in self._welcomed.values()}
+            if key not in self._sessions and key not in coming:
+                if len(self._sessions) + sum(other not in self._sessions for other in coming) >= MOST_SESSIONS:
                     raise AuthenticationError(f"worker {self._me.name!r} serves {MOST_SESSIONS} links already")
-                of_one = sum(name == hello.name for name in links.values())
-                if self._runtime.options.exports_only and of_one >= MOST_OF_ONE:
-                    text = f"worker {self._me.name!r} serves {MOST_OF_ONE} links of {hello.name!r} already"
-                    raise AuthenticationError(text)
+                if self._runtime.options.exports_only:
+                    self._check_links(hello.name, coming)
             self._welcomed[id(hello)] = hello
+
+    def _check_links(self, name: str, coming: dict[tuple[int, int, int], str]) -> None:
+        """Raise if a party that is not trusted has as many links as it may have."""
+        links = {of: session.member.name for of, session in self._sessions.items()}
+        if sum(of_one == name for of_one in (links | coming).values()) >= MOST_OF_ONE:
+            raise AuthenticationError(f"worker {self._me.name!r} serves {MOST_OF_ONE} links of {name!r} already")
 
     def give_back_place(self, hello: Hello) -> None:
         """A caller that was welcome is gone before it could be served."""
@@ -264,6 +305,7 @@ class Peers:
 
     def serve(self, hello: Hello, connection: Connection, main_by_value: bool) -> None:
         """Serve what a caller that was let in asks over a connection, its first or the next."""
+        known = self._directory.by_id(hello.worker_id)
         with self._lock:
             self._welcomed.pop(id(hello), None)
             if hello.incarnation in self._dead:  # found dead between its welcome and now
@@ -274,11 +316,11 @@ class Peers:
                 connection.close()  # two began the same link at once: it is the other's
                 return
             if session is None:
-                known = self._directory.by_id(hello.worker_id)
                 if known is None or known.incarnation != hello.incarnation:
                     known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
                 session = Session(self._runtime, self._events, known, main_by_value, hello.link, hello.ticket)
                 self._sessions[_key(hello)] = session
+                self._callers[hello.incarnation] = hello.worker_id
         if self._runtime.options.exports_only:
             connection.ask_before_large(partial(self._check_room, hello.name))
         session.attach(connection)
@@ -312,7 +354,7 @@ class Peers:
 
     def unanswered(self, member: Member, why: str) -> None:
         """Nobody listens any more where a worker did. If it has said that it leaves, that is what ended it."""
-        self.look_for_news()
+        self.look_for_news(member.worker_id)
         self.lost(member, why)
 
     def _leaves(self, member: Member, ending: str) -> None:
@@ -339,6 +381,7 @@ class Peers:
                 del self._dead[next(iter(self._dead))]
             self._liveness.pop(member.incarnation, None)
             link = self._links.get(member.worker_id)
+            self._callers.pop(member.incarnation, None)
             sessions = [key for key in self._sessions if key[1] == member.incarnation]
             closed = [self._sessions.pop(key) for key in sessions]
             self._orphaned.update(closed)
@@ -367,3 +410,4 @@ class Peers:
         self._links.clear()
         self.by_name.clear()
         self._sessions.clear()
+        self._callers.clear()

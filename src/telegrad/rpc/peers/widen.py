@@ -87,10 +87,7 @@ class Widening:
                 self._runtime.timer.at(time.monotonic() + _PAUSE_SECONDS, again)
             return
         self._attach(connection, sides)
-        try:
-            connection.use_stripes(deadline)
-        except (OSError, ValueError):
-            log.debug("a connection to %s ended while others were put beside it", connection.peer)
+        connection.use_stripes()
 
     def _attach(self, connection: Connection, sides: list[SocketStream]) -> None:
         stripes = connection.attach(sides, self._runtime.part_threads)

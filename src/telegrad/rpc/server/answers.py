@@ -21,7 +21,7 @@ from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.threads.yield_turn import Turn, local
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import SMALL_PAYLOAD, Connection
-from telegrad.wire.frames import NOTICE, Frame, encode_whole
+from telegrad.wire.frames import Frame, encode_whole
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.tensor.specs import TensorSpec
 
@@ -50,7 +50,6 @@ class Answers:
         self.requests = AtMostOnce()
         self.cancellations: Cancellations | None = None  # made when it is first needed
         self.paused = False  # so much is running that no more is read
-        self._holds = False  # whether a reply waits for those of the requests behind it
 
     @property
     def running(self) -> int:
@@ -132,19 +131,21 @@ class Answers:
         if connection is None:
             return
         turn = local.turn if self._inbox else None
-        holds = turn is not None and turn is self._turn
-        if holds:
-            lazy = self._holds = True  # it leaves with the replies of the requests behind it
+        if turn is not None and turn is self._turn:
+            turn.owes = True  # it leaves with the replies of the requests behind it
+        else:
+            turn = None
+        hold = lazy or turn is not None
         deadline = time.monotonic() + self.options.limits.patience if self.plain else None
         if type(reply) is bytes:
-            connection.send_encoded(reply, deadline, lazy)
+            connection.send_encoded(reply, deadline, hold)
         else:
-            self._send_pieces(connection, deadline, lazy, *reply)
-        if holds:
-            if turn is not self._turn:  # another thread serves since then, and may have written all that it knew of
-                connection.flush(deadline)
+            self._send_pieces(connection, deadline, hold, *reply)
+        if turn is not None:
+            if turn is not self._turn:  # it has ended since, and what it owed was written before this
+                connection.flush()
         elif lazy:
-            self._runtime.delayed_flush.within(LAZY, connection)
+            connection.flush_within(LAZY)
 
     def _send_pieces(
         self, connection: Connection, deadline: float | None, hold: bool, kind: int, request_id: int, *content: Any
@@ -173,14 +174,11 @@ class Answers:
         if connection is not None:
             connection.tidy(before)
 
-    def ping(self, message: AnyMessage) -> None:
-        """The timer: let the caller know that this worker lives, though it reads nothing at the moment."""
+    def mention(self, message: AnyMessage) -> None:
+        """Tell the caller something about this worker, without waiting."""
         connection = self.connection
         if connection is not None:
-            try:
-                connection.send(NOTICE, 0, 0, message, deadline=time.monotonic())
-            except (OSError, ValueError):
-                log.debug("%s could not be told that this worker lives", self.member.name)
+            connection.mention(message)
 
     def deliver(self, deadline: float) -> None:
         """See to it that what was answered reaches the caller's host, if that takes it in before the deadline."""
@@ -188,17 +186,9 @@ class Answers:
         if connection is None:
             return
         try:
-            connection.flush(deadline)
+            connection.flush()
             while not connection.closed and not connection.delivered and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
+                connection.flush()
         except (OSError, ValueError):
             log.debug("%s does not read its last answers", self.member.name)
-
-    def farewell(self, message: AnyMessage) -> None:
-        """Tell the caller that this worker leaves, if it can be told without waiting."""
-        connection = self.connection
-        if connection is not None:
-            try:
-                connection.send(NOTICE, 0, 0, message, deadline=0.0)
-            except (OSError, ValueError):
-                log.debug("%s could not be told goodbye", self.member.name)

@@ -5,6 +5,7 @@ thread cannot be stopped from outside, but it can ask: `rpc.cancelled()`. In eac
 `CallCancelled` if nothing else, since both sides keep account of every request until it is.
 """
 
+import threading
 from collections.abc import Callable
 
 from telegrad.errors import CallCancelled
@@ -51,6 +52,24 @@ class Cancellations:
         """Raise CallCancelled if this request was cancelled before it began."""
         if request_id in self._asked:
             raise CallCancelled("the call was cancelled, or its timeout passed, before it began; it was not run")
+
+
+class FirstEnd:
+    """Of the ways in which a request may end, the first is taken: its result comes, or nobody waits for it any more."""
+
+    __slots__ = ("_taken",)
+
+    def __init__(self) -> None:
+        self._taken = threading.Lock()  # held from the first on
+
+    def __call__(self, end: Callable[..., None]) -> Callable[..., None]:
+        """`end`, which does nothing unless it comes first."""
+
+        def end_first(*args: object) -> None:
+            if self._taken.acquire(blocking=False):
+                end(*args)
+
+        return end_first
 
 
 def cancelled() -> bool:

@@ -31,13 +31,27 @@ class EventLoop:
         self._loop.close()
 
     def run(
-        self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context, done: Result, failed: Failure
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        context: contextvars.Context,
+        done: Result,
+        failed: Failure,
+        before: Callable[[], None] | None = None,
     ) -> Callable[[], object]:
-        """Await a coroutine in a context of its own and pass on what comes of it; what is returned cancels it."""
+        """Await a coroutine in a context of its own and pass on what comes of it; what is returned cancels it. `before`
+        is called by the loop's thread before it begins."""
         task: asyncio.Task[Any] | None = None
 
         def start() -> None:
-            nonlocal task
+            nonlocal task, before
+            try:
+                if before is not None:
+                    before()
+                    before = None  # it may hold arguments
+            except BaseException as error:
+                coroutine.close()
+                failed(error)
+                return
             task = self._loop.create_task(coroutine, context=context)
             self._tasks.add(task)
             task.add_done_callback(pass_on)

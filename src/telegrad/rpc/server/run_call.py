@@ -5,6 +5,7 @@ One that returns a coroutine, or is marked to return a Future, is answered when 
 
 import contextvars
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Mapping
 from types import CoroutineType
@@ -12,10 +13,12 @@ from typing import Any
 
 import torch
 
+from telegrad.cuda import order, reads
 from telegrad.errors import CallCancelled, CallRefused, TelegradError
 from telegrad.rpc.layer import Layer, Layers, Served
 from telegrad.rpc.packing import discard, pack_counted, unpack_from
 from telegrad.rpc.request import Request
+from telegrad.rpc.server.cancellation import FirstEnd
 from telegrad.rpc.server.event_loop import EventLoop, Failure, Result
 from telegrad.wire.codec import NOT_FLAT, pack_flat, unpack_call
 from telegrad.wire.messages import Ack, CancelCall, PythonCall, PythonRemoteCall, PythonReply
@@ -116,21 +119,29 @@ class CallService(Layer):
 class Later:
     """Instead of a result that is not there yet: that of a coroutine, or of a function that returned a future.
 
-    Made where the function ran, whose context variables a coroutine keeps: it calls in the context of its caller.
+    Made where the function ran, whose context variables a coroutine keeps: it calls in the context of its caller. The
+    thread that runs it has other streams, which have to follow those that its arguments were made on.
     """
 
-    __slots__ = ("_context", "_func", "_result", "_service")
+    __slots__ = ("_context", "_func", "_made", "_result", "_service")
 
     def __init__(self, service: CallService, func: Any, result: Any) -> None:
         self._service = service
         self._func = func
         self._result = result
         self._context = contextvars.copy_context()
+        self._made: order.Mark | None = None
+        if order.active:
+            reads.finish_reading()
+            if isinstance(result, CoroutineType):
+                self._made = order.mark(list(inspect.getcoroutinelocals(result).values()))
 
     def give_to(self, done: Result, failed: Failure, request: Request) -> None:
         """Call one of the two when the result is there, from whichever thread."""
         if isinstance(self._result, CoroutineType):
-            cancel = self._service.event_loop().run(self._result, self._context, done, failed)
+            made, self._made = self._made, None
+            before = None if made is None else functools.partial(order.follow, made)
+            cancel = self._service.event_loop().run(self._result, self._context, done, failed, before)
             request.session.cancelling().on_ask(request.frame.request_id, cancel)
         else:
             cancel = _when_done(self._func, self._result, done, failed)
@@ -145,18 +156,18 @@ def _when_done(func: Any, result: Any, done: Result, failed: Failure) -> Callabl
             f"but {getattr(func, '__qualname__', func)} returned {type(result).__name__}"
         )
 
-    first = threading.Lock()  # held by whichever ends the call
+    first = FirstEnd()
 
+    @first
     def finish(future: Any) -> None:
-        if first.acquire(blocking=False):
-            try:
-                done(future.value())
-            except BaseException as error:
-                failed(error)
+        try:
+            done(future.value())
+        except BaseException as error:
+            failed(error)
 
+    @first
     def cancel() -> None:
-        if first.acquire(blocking=False):
-            failed(CallCancelled("the call was cancelled, or its timeout passed, before its future was done"))
+        failed(CallCancelled("the call was cancelled, or its timeout passed, before its future was done"))
 
     result.add_done_callback(finish)
     return cancel

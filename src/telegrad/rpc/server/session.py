@@ -92,6 +92,7 @@ class Session(Answers):
         if old is not None:
             self._detach(old)
         connection.on_blocked = self._writing_waits
+        self._runtime.delayed_flush.look_after(connection)
         connection.copier.ask_for_help = self._runtime.helpers.ask
         self._io_threads.register(connection.stream.fileno(), self.ready, armed=True)
 
@@ -130,12 +131,12 @@ class Session(Answers):
                     if self._turn is not turn:
                         return  # another thread went on while this one was busy
             if self.paused:
-                self.ping(Exhausted(0, len(running)))  # which may give up the turn, if writing has to wait
+                self.mention(Exhausted(0, len(running)))
                 self._events.session_paused(self)
                 turn.give_up()
                 return
             try:
-                if (self._holds or self._deferred) and not self._catch_up(turn, connection):
+                if (turn.owes or self._deferred) and not self._catch_up(turn, connection):
                     return
                 # Looked at before it is read: usually nothing is there yet, and reading would raise that.
                 if not look(stream.readable, io_threads):
@@ -159,12 +160,13 @@ class Session(Answers):
 
     def _catch_up(self, turn: "SessionTurn", connection: Connection) -> bool:
         """If nothing more has come, write the replies that were held back and serve the notices that were deferred.
-        False if that had to wait: another thread reads now."""
+        False if that took long: another thread reads now."""
         if not connection.stream.readable(0):
-            if self._holds:
-                self._holds = False  # lazy replies have their own time, but go along
+            if turn.owes:
+                turn.owes = False  # lazy replies have their own time, but go along
                 connection.flush()
-            self.serve_deferred()
+            if self._deferred:
+                self.serve_deferred(turn)
         return self._turn is turn
 
     def _cancel_ahead(self, frames: list[Frame]) -> None:
@@ -173,16 +175,18 @@ class Session(Answers):
             if type(frame.message) is CancelCall:
                 self.cancelling().ask(frame.message.request_id)  # forgotten when that notice is served, at the latest
 
-    def serve_deferred(self) -> None:
+    def serve_deferred(self, turn: "SessionTurn") -> None:
         """Serve the notices that waited until no request does."""
         deferred = self._deferred
         while deferred:
             try:
-                frame = deferred.popleft()
+                turn.frame = frame = deferred.popleft()
             except IndexError:  # another thread was first
-                return
+                break
             if self.requests.is_news(frame.request_id):
                 self.serve(Request(self, frame))
+        with self._lock:
+            turn.frame = None
 
     def serve(self, request: Request) -> None:
         """Give a request to the handler of its message. Whatever goes wrong there is the reply."""
@@ -215,35 +219,26 @@ class Session(Answers):
 
     def give_up(self, turn: "SessionTurn") -> None:
         """Let another thread serve: at once if requests are waiting here, else when one comes."""
-        if self._hand_over(turn):
-            self._write_held()
+        self._hand_over(turn)
 
-    def _write_held(self) -> None:
-        """Write the replies that waited for others, of a thread that serves no more."""
-        try:
-            if (connection := self.connection) is not None:
-                connection.flush()
-        except (OSError, ValueError):
-            log.debug("replies to %s wait for its next connection", self.member.name)
-
-    def _hand_over(self, turn: "SessionTurn", during: Frame | None = None) -> bool:
-        """The same, but only while this frame is being taken, if one is given. Whether replies are held back: they are
-        to be written after that, since writing may have to wait for the caller, and the caller for its requests."""
+    def _hand_over(self, turn: "SessionTurn", during: Frame | None = None) -> None:
+        """The same, but only while this frame is being taken, if one is given. Any thread, the timer's as well: nothing
+        here waits."""
         with self._lock:
             if self._turn is not turn or (during is not None and turn.frame is not during):
-                return False
+                return
             self._turn = None
-            held, self._holds = self._holds, False
         connection = self.connection
         if connection is None:
-            return False
+            return
+        if turn.owes:
+            connection.flush()
         if self.paused:
-            self._io_threads.attend(self._resume)  # which writes, and this thread may be in the middle of a message
+            self._resume()
         elif self._inbox or self._deferred:
             self._io_threads.submit(self.ready)
         else:
             self._io_threads.arm(connection.stream.fileno())
-        return held
 
     def _resume(self) -> None:
         """Go on reading if there is room again."""
@@ -252,7 +247,7 @@ class Session(Answers):
             if resumes:
                 self.paused = False
         if resumes:
-            self.ping(Exhausted(0, 0))
+            self.mention(Exhausted(0, 0))
             self._io_threads.submit(self.ready)
 
     def relieve(self) -> bool | None:
@@ -265,8 +260,8 @@ class Session(Answers):
         frame = turn.frame
         stuck = frame is not None and turn.seen is frame
         turn.seen = frame
-        if stuck and self._hand_over(turn, during=frame):
-            self._io_threads.attend(self._write_held)  # which may have to wait: not in the timer's thread
+        if stuck:
+            self._hand_over(turn, during=frame)
         return stuck
 
     def sleeping(self, change: int) -> None:
@@ -274,7 +269,7 @@ class Session(Answers):
         self._io_threads.sleeping(change)
 
     def _writing_waits(self) -> None:
-        """This thread cannot write on, or not yet: what was held back is in what it writes, or will be."""
+        """This thread cannot write on, or not yet."""
         turn = self._turn
         if turn is not None and local.turn is turn:
             self._hand_over(turn)
@@ -345,6 +340,7 @@ class Session(Answers):
             newer = self.connection
         self._detach(connection)
         if newer is not None:  # it came while this thread was busy with the old one, and its first event found no taker
+            newer.flush()  # replies that this thread held back
             self._io_threads.arm(newer.stream.fileno())
         if current:
             self._events.session_lost(self)
@@ -366,12 +362,13 @@ class Session(Answers):
 class SessionTurn:
     """The right of one thread to serve one session."""
 
-    __slots__ = ("frame", "seen", "session")
+    __slots__ = ("frame", "owes", "seen", "session")
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.frame: Frame | None = None  # the one that is being taken
+        self.frame: Frame | None = None  # the one that is being served
         self.seen: Frame | None = None  # the one at the timer's last look
+        self.owes = False  # whether replies wait for those behind them: written when it ends, or has no more to serve
 
     @property
     def main_by_value(self) -> bool:
@@ -385,7 +382,9 @@ class SessionTurn:
     def is_cancelled(self) -> bool:
         """Whether the caller of the request that is being served no longer waits for it."""
         frame, cancelled = self.frame, self.session.cancellations
-        return frame is not None and cancelled is not None and frame.request_id in cancelled
+        if frame is None or cancelled is None or frame.kind == NOTICE:  # notices have numbers of their own
+            return False
+        return frame.request_id in cancelled
 
     def sleeping(self, change: int) -> None:
         """Count this thread among those that wait."""

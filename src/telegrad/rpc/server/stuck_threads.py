@@ -80,4 +80,4 @@ class StuckThreads:
         self._was_full = bool(full)
         for session in self._sessions():
             if full or session.paused:
-                session.ping(Exhausted(full, session.running if session.paused else 0))
+                session.mention(Exhausted(full, session.running if session.paused else 0))

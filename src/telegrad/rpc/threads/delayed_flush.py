@@ -1,12 +1,10 @@
 """What a connection holds back to share a write is written with the next message, or by the delayed flush in time."""
 
-import logging
+import functools
 import time
 
 from telegrad.rpc.threads.timer import Timer
 from telegrad.transport.connection import Connection
-
-log = logging.getLogger("telegrad.rpc")
 
 LAZY = 0.005  # for what nobody waits for
 BURST = 0.001  # for calls in a burst, whose replies usually write them sooner
@@ -26,7 +24,11 @@ class DelayedFlush:
         self._holding: set[Connection] = set()
         self._next = _FOREVER  # when it looks
 
-    def within(self, seconds: float, connection: Connection) -> None:
+    def look_after(self, connection: Connection) -> None:
+        """Let a connection ask for it."""
+        connection.flush_within = functools.partial(self.within, connection)
+
+    def within(self, connection: Connection, seconds: float) -> None:
         """Write what `connection` holds back, if nothing else does in that time."""
         self._holding.add(connection)
         due = time.monotonic() + seconds
@@ -42,18 +44,10 @@ class DelayedFlush:
         in_time = now >= self._next  # else it was asked for before an earlier look was, which sees to what follows
         if in_time:
             self._next = _FOREVER  # before taking: who adds one from here on sees to its own look
-        found = bool(self._holding)
-        busy: list[Connection] = []
-        while self._holding:
-            connection = self._holding.pop()
-            try:
-                connection.flush(deadline=now)
-                connection.after_hold()
-            except TimeoutError:  # another thread is writing, what it began before: at the next look again
-                if not connection.closed:
-                    busy.append(connection)
-            except (OSError, ValueError):
-                log.debug("a connection closed before what it held back was written")
-        self._holding.update(busy)
+        found = list(self._holding)
+        for connection in found:
+            self._holding.discard(connection)  # before: if its peer has no room, it asks again
+            connection.flush()
+            connection.after_hold()
         if in_time and found:
             self._look_at(now + LAZY)

@@ -5,6 +5,7 @@ thread that handles it and nobody hands anything over. At least one thread is al
 taken by an event, another joins, up to the limit, above which only sleeping threads do not count.
 """
 
+import contextlib
 import logging
 import os
 import select
@@ -34,6 +35,9 @@ class IoThreads:
         self._limit = max(2, limit)
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Held to use it: closed meanwhile, its number could be another's. A reference that is collected, in the middle
+        # of anything, submits a task: so no other lock will do, nor one that the same thread cannot take twice.
+        self._waking = threading.RLock()
         self._epoll.register(self._wakeup, select.EPOLLIN)
         self._handlers: dict[int, Callable[[], None]] = {}
         self._tasks: deque[Callable[[], None]] = deque()
@@ -90,8 +94,12 @@ class IoThreads:
     def submit(self, task: Callable[[], None]) -> None:
         """Run `task` in an I/O thread."""
         self._tasks.append(task)
-        if not self._closed:
-            os.eventfd_write(self._wakeup, 1)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._waking:
+            if not self._closed:
+                os.eventfd_write(self._wakeup, 1)
 
     def attend(self, task: Callable[[], None]) -> None:
         """The same for what must not wait until a user's function is done, as it would if all threads are taken."""
@@ -183,12 +191,11 @@ class IoThreads:
         try:
             task = self._tasks.popleft()
         except IndexError:
-            try:
-                os.eventfd_read(self._wakeup)
-            except BlockingIOError:
-                return
+            with self._waking, contextlib.suppress(BlockingIOError):
+                if not self._closed:
+                    os.eventfd_read(self._wakeup)
             if self._tasks:  # one came between the two
-                os.eventfd_write(self._wakeup, 1)
+                self._wake()
             return
         task()
 
@@ -198,10 +205,10 @@ class IoThreads:
         One that is still on its way out when the interpreter ends can take the process down with it: if it holds the
         lock of stderr, or is inside a C++ function that let go of the GIL. One in a user's function cannot be ended.
         """
-        with self._lock:
-            self._closed = True
+        with self._lock, self._waking:
+            self._closed = True  # from here on nobody else uses the wake-up, which stays set
             threads = list(self._threads)
-        os.eventfd_write(self._wakeup, 1)
+            os.eventfd_write(self._wakeup, 1)
         here = threading.current_thread()
         began = time.monotonic()
         for thread in threads:

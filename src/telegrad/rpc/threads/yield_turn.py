@@ -12,6 +12,8 @@ from typing import Protocol
 class Turn(Protocol):
     """The right of one thread to serve one link."""
 
+    owes: bool  # whether replies wait for those of the requests behind them
+
     @property
     def main_by_value(self) -> bool:
         """Whether what is of `__main__` must be sent whole to the caller."""

@@ -123,26 +123,41 @@ class DeviceChannel:
 
         Copies are on the current stream, so the sender may change its tensors as soon as this returns, but for those
         of `in_place`: a list if the peer may read tensors where they lie until its answer has come."""
-        placed: list[SegmentSpec | None] = [None] * len(segments)
         stays = {spec.segment: spec.device for spec in specs if spec.device.startswith("cuda")}
+        first = segments[0].device
+        if first >= 0 and all(segment.device == first and index in stays for index, segment in enumerate(segments)):
+            found = self._lend_all(first, segments, stays, range(len(segments)), in_place)
+            return [None] * len(segments) if found is None else [*found]
+        placed: list[SegmentSpec | None] = [None] * len(segments)
         by_device: dict[int, list[int]] = {}
         for index, segment in enumerate(segments):
             if segment.device >= 0 and index in stays:
                 by_device.setdefault(segment.device, []).append(index)
         for device, indices in by_device.items():
-            if not self._can_open(device):
-                continue
-            lying = _Lying(device, order.current_stream(device), [segments[index] for index in indices])
-            found = None if in_place is None else self._leave(lying, in_place)
-            if found is None and len(self.offers):
-                offers = self.offers.take(device, [(stays[index], segments[index].nbytes) for index in indices])
-                found = self._write(lying, offers) if offers else None
-            if found is None:
-                found = self._copy(lying)
+            found = self._lend_all(device, [segments[index] for index in indices], stays, indices, in_place)
             if found is not None:
                 for index, at in zip(indices, found, strict=True):
                     placed[index] = at
         return placed
+
+    def _lend_all(
+        self,
+        device: int,
+        segments: Sequence[Segment],
+        stays: dict[int, str],
+        indices: Sequence[int],
+        in_place: list[InPlace] | None,
+    ) -> list[SegmentSpec] | None:
+        """The same for those of one device, which have these indices in the message; None if they go another way."""
+        if not self._can_open(device):
+            return None
+        lying = _Lying(device, order.current_stream(device), segments)
+        found = None if in_place is None else self._leave(lying, in_place)
+        if found is None and len(self.offers):
+            keys = [(stays[index], segment.nbytes) for index, segment in zip(indices, segments, strict=True)]
+            offers = self.offers.take(device, keys)
+            found = self._write(lying, offers) if offers else None
+        return self._copy(lying) if found is None else found
 
     def _copy(self, lying: _Lying) -> list[SegmentSpec] | None:
         """Into a block; None if there is no room for one."""
@@ -193,8 +208,11 @@ class DeviceChannel:
         if not block.announced:
             self._announce(block, ask=False)
         placed = []
+        shown: Region | None = None
         for segment, region in zip(lying.segments, found, strict=True):
-            self.shown.show(region, lying.device, block.flag.read, block.uses)
+            if region is not shown:
+                self.shown.show(region, lying.device, block.flag.read, block.uses)
+                shown = region
             place = region.number << PLACE_BITS | segment.address - region.start
             placed.append(SegmentSpec(segment.nbytes, block.name, place))
         in_place.append(InPlace(block, tuple([segment.owner for segment in lying.segments])))

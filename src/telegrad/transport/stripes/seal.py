@@ -35,8 +35,8 @@ from typing import Any
 
 from telegrad.errors import SealBroken
 
-PIECE = 512 * 1024  # bytes; less costs more calls, more does not fit the caches
-PIECES_PER_KEY = 2**17
+PIECE = 2**20  # bytes; with less the threads of a connection wait for the interpreter, more is left to do at the end
+PIECES_PER_KEY = 2**16
 TAG_BYTES = 16
 SECRET_BYTES = 32
 _SINCE = 50  # version of `cryptography` that encrypts into given memory, and without the GIL

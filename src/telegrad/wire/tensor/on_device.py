@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.cuda import order
 from telegrad.wire.tensor.assembly import checked_size, dtype_of, finish
-from telegrad.wire.tensor.segments import Segment, element_span
+from telegrad.wire.tensor.segments import HOST, Segment, element_span
 from telegrad.wire.tensor.small import PLAIN_CODES
 from telegrad.wire.tensor.specs import QUANTIZED_DTYPES, Flag, TensorSpec
 
@@ -43,46 +45,49 @@ def empty(form: Form, device: torch.device) -> Tensor:
     return torch.empty(form.shape, dtype=form.dtype, device=device)
 
 
+_Kind = tuple[torch.dtype, torch.Size, bool, torch.layout]
+_kind: Callable[[Tensor], _Kind] = attrgetter("dtype", "shape", "requires_grad", "layout")
+
+
 def describe_on_device(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]] | None:
     """Specs and segments of plain CUDA tensors; None if one of them is anything else."""
     specs: list[TensorSpec] = []
     segments: list[Segment] = []
-    storages = set()
-    strides: tuple[int, ...]
     try:
         for index, tensor in enumerate(tensors):
-            cls = type(tensor)
-            if (
-                not (cls is Tensor or cls is Parameter)
-                or not tensor.is_cuda
-                or tensor.layout is not torch.strided
-                or tensor.is_nested
-                or tensor.is_neg()
-                or tensor.is_conj()
-            ):
+            device = tensor.get_device() if tensor.is_cuda else HOST
+            # The shape of a nested tensor cannot be asked for, so such a one ends here.
+            form = _form_on_device(type(tensor), _kind(tensor), device, index)
+            address = tensor.data_ptr()
+            if form is None or not address or tensor.is_neg():
                 return None
-            if tensor.is_contiguous():
-                strides, nbytes = (), tensor.nbytes
-            else:
+            spec, nbytes = form
+            if not tensor.is_contiguous():
                 strides = tensor.stride()
                 nbytes = _span_without_gaps(tensor.shape, strides) * tensor.itemsize
                 if not nbytes:
                     return None
-            code = PLAIN_CODES.get(tensor.dtype)
-            storages.add(tensor.untyped_storage()._cdata)
-            address = tensor.data_ptr()
-            if code is None or not address or len(storages) <= index:
-                return None
-            device = tensor.get_device()
-            order.use(device)
-            flags = _REQUIRES_GRAD if tensor.requires_grad else 0
-            if cls is Parameter:
-                flags |= _PARAMETER
-            specs.append(TensorSpec(0, code, tuple(tensor.shape), strides, 0, index, flags, _name_of(device)))
+                spec = msgspec.structs.replace(spec, strides=strides)
+            specs.append(spec)
             segments.append(Segment(address, nbytes, tensor, False, device))
     except RuntimeError:
         return None  # torch refused to show this tensor's memory; the general way tells why
+    if len(specs) > 1 and len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(specs):
+        return None
     return specs, segments
+
+
+@functools.lru_cache(maxsize=4096)
+def _form_on_device(cls: type, kind: _Kind, device: int, index: int) -> tuple[TensorSpec, int] | None:
+    """The spec of a contiguous tensor, the one of that index in its message, and its bytes; None if it is not plain."""
+    dtype, shape, requires_grad, layout = kind
+    code = PLAIN_CODES.get(dtype)
+    if code is None or (cls is not Tensor and cls is not Parameter) or layout is not torch.strided or device == HOST:
+        return None
+    order.use(device)
+    flags = _REQUIRES_GRAD * requires_grad | _PARAMETER * (cls is Parameter)
+    spec = TensorSpec(0, code, tuple(shape), (), 0, index, flags, f"cuda:{device}")
+    return spec, math.prod(shape) * dtype.itemsize
 
 
 def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> list[Tensor] | None:
@@ -148,11 +153,6 @@ def _strided_bytes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: i
     if len(strides) != len(shape) or any(not 0 <= stride <= _MOST_STRIDE for stride in strides):
         return 0
     return element_span(shape, strides) * itemsize
-
-
-@functools.lru_cache(maxsize=64)
-def _name_of(device: int) -> str:
-    return f"cuda:{device}"
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,6 +2,7 @@
 
 Each worker appends a record of itself and reads the records of the others. The log only grows, so a reader needs to
 remember no more than how far it has read, and a worker that comes back under its old name is simply a later record.
+In a large job it is read by those who ask for all members; the others look into a register (`register.py`).
 
 A store that lives in the process of one worker ends with it. The log is then lost until `move` gives it another
 store, at the same address, which begins empty: see `store_recovery.py`.
@@ -13,20 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlparse
 
 import msgspec
 from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.rendezvous import rendezvous
 
-from telegrad.errors import RendezvousError, TelegradError
+from telegrad.errors import RendezvousError
 from telegrad.ids import Incarnation, WorkerId, generation_of
 from telegrad.rpc.job.rendezvous import job_marker
 from telegrad.rpc.job.rendezvous import store as store_host
 from telegrad.rpc.job.rendezvous.job_marker import JobMarker
+from telegrad.rpc.job.rendezvous.register import Register, is_large
 from telegrad.rpc.job.rendezvous.store_client import Prefixed
-from telegrad.rpc.threads.interrupts import pause as sleep
 from telegrad.rpc.trust.files import make_private
 from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.trust.seal import UNSEALED, Seal, new_job
@@ -35,17 +36,16 @@ from telegrad.rpc.workers import Member, check_id, check_name
 log = logging.getLogger("telegrad.rpc")
 _warnings = LimitedLog(log)
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-_LOOKS_PER_SECOND = 2000  # of all workers of a large job together, while they wait for each other
 # Whoever opens a store writes the job's marker into it at once. One that has none for so long is not ours.
-_MARKER_SECONDS = 5.0
-_FIRST_NOTICE = 5.0  # seconds of waiting after which a line says for whom; then after twice as many each time
-_COMPLAINTS_SECONDS = 0.5  # between looks for workers that were turned away
+_MARKER_SECONDS, _LOOK_SECONDS = 5.0, 0.05
+_SETTLING_SECONDS = 2.0  # for all workers to come to a store that was opened anew
 # Numbers that are announced and not written yet. Whoever can write to a store can announce as many as he likes; more
 # than so many workers of a job are never about to write at a time.
 _MOST_UNWRITTEN = 4096
 _LONGEST_COMPLAINT = 1000
 NAMESPACE_KEY = "namespace"  # of the part of a launcher's store that counts now, for those who look from outside
+
+T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Member).decode
@@ -116,6 +116,9 @@ class MemberLog:
         self._lock = threading.RLock()
         self._complaints_read = 0
         self._forget_reading()
+        self.register: Register | None = None  # of a large job
+        self.reads_all = not is_large(marker.world_size)  # a large job's log is read when all of it is asked for
+        self.has_met = False  # all workers of a job of fixed size have come
         self.store: Any = None
         self._log: Any = None
         self.move(store)
@@ -127,8 +130,11 @@ class MemberLog:
         with self._lock:
             self.store, self._ours = store, ours
             self._log = Prefixed(f"{store_host.namespace(store)}/{self._marker.kind}", store)
+            if is_large(size := self._marker.world_size):
+                self.register = Register(self._log, size or 0, self._decoded)
             self._forget_reading()
             self._complaints_read = 0
+            self._moved = time.monotonic() if self.has_met else 0.0
             self.is_first = int(self._log.add("visits", 1)) == 1
             if self.is_first and (part := store_host.namespace(store)) != "telegrad":
                 Prefixed("telegrad", store).set(NAMESPACE_KEY, part)
@@ -166,7 +172,13 @@ class MemberLog:
                     f"{where} is a store of torch's in which no job of Telegrad has begun: it belongs to another "
                     "program. Give this job another port"
                 )
-            time.sleep(_LONGEST_PAUSE)
+            time.sleep(_LOOK_SECONDS)
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether the records of a large job may be incomplete: its store is lost, or has just been opened anew."""
+        lost = self._log is None or not self.stands() or time.monotonic() - self._moved < _SETTLING_SECONDS
+        return self.has_met and not self.reads_all and lost
 
     def complaints(self) -> list[str]:
         """What was said to workers that were turned away, since the last time this was asked."""
@@ -241,10 +253,15 @@ class MemberLog:
         if missing > 0:
             self._open_log().add("ids", missing)
 
-    def publish(self, member: Member) -> None:
-        """Append a record."""
+    def publish(self, member: Member) -> bool:
+        """Append a record; False if another worker has its name, as far as a register knows. In a large job the record
+        of another worker, which is `relayed`, is left out if somebody has repeated it already."""
+        sealed = self._seal.seal(self._job, _encode(member))
+        if member.relayed and self.register is not None and not self.register.enter_relayed(member, sealed):
+            return True
         index = int(self._open_log().add("records", 1)) - 1
-        self._open_log().set(f"record/{index}", self._seal.seal(self._job, _encode(member)))
+        self._open_log().set(f"record/{index}", sealed)
+        return self.register is None or member.relayed or self.register.enter(member, sealed)
 
     def say_last(self, member: Member) -> None:
         """The store may end with this worker: tell those who monitor it what they could not read there any more."""
@@ -253,21 +270,44 @@ class MemberLog:
     def read_last(self, monitor: socket.socket) -> list[Member]:
         """What a store that has just ended said last through a connection that monitored it."""
         sealed = store_host.last_record(monitor)
-        return self._decoded(sealed) if sealed else []
+        return _as_in_log(self._decoded(sealed)) if sealed else []
 
-    def news(self, take: Callable[[list[Member]], None]) -> None:
-        """Give the records appended since the last time to `take`. Whoever asks next finds them taken."""
+    def news(self, take: Callable[[list[Member]], None], about: str | int | None = None) -> None:
+        """Give the records appended since the last time to `take`. Whoever asks next finds them taken.
+
+        Who asks `about` one worker, by name or id, needs no others: in a large job they are left unread."""
         with self._lock:
-            fresh = self._fresh()
+            if about is None:
+                self.reads_all = True
+            fresh = self._fresh() if self.reads_all or about is None else self._fresh_of(about)
             if fresh:
                 take(fresh)
+
+    def _fresh_of(self, who: str | int) -> list[Member]:
+        return _as_in_log(self.asked(lambda register: register.records_of(who)) or [])
+
+    def look_up(self, worker_id: int) -> Member | None:
+        """The record of a worker of a large job, unless it has left. Holds no lock but that of the store."""
+        member = None if self.reads_all else self.asked(lambda register: register.record_of(worker_id))
+        return None if member is None or member.leaving else member
+
+    def asked(self, question: Callable[[Register], T]) -> T | None:
+        """What the register says; None while there is none."""
+        try:
+            if self.register is not None and self._log is not None and self.stands():
+                return question(self.register)
+        except RuntimeError as error:
+            if self.where is None:
+                raise
+            log.debug("the rendezvous store has closed, and is opened anew: %s", error)
+        return None
 
     def _fresh(self) -> list[Member]:
         fresh: list[Member] = []
         try:
             if self._log is not None and self.stands():
                 end = int(self._log.add("records", 0))
-                self._unwritten += _announced(self._read, end)
+                self._unwritten += _announced(self._read, end, self._marker.world_size or 0)
                 self._read = end
                 fresh, unwritten = self._read_all(self._unwritten)
                 self._unwritten = unwritten[-_MOST_UNWRITTEN:]
@@ -305,6 +345,12 @@ class MemberLog:
         return []
 
 
+def _as_in_log(records: list[Member]) -> list[Member]:
+    """Last records of workers as the log has them: first that one has come, then that it has left."""
+    came = [msgspec.structs.replace(member, leaving=False, ending="") for member in records if member.leaving]
+    return came + records
+
+
 def read_records(log_: Prefixed, seal: Seal) -> list[Member]:
     """All records of a log, for one who is no worker: a launcher that wants to know what its workers said."""
     keys = [f"record/{index}" for index in _announced(0, log_.add("records", 0))]
@@ -319,55 +365,10 @@ def _member_in(record: bytes) -> Member:
     return member
 
 
-def _announced(first: int, end: int) -> list[int]:
+def _announced(first: int, end: int, workers: int = 0) -> list[int]:
     """The numbers from `first` up to `end`. Of more than a job has workers, the first and the last: what is between
     was announced by a stranger, who keeps nobody from finding the others."""
-    if end - first <= 2 * _MOST_UNWRITTEN:
+    most = max(_MOST_UNWRITTEN, workers)
+    if end - first <= 2 * most:
         return list(range(first, end))
-    return [*range(first, first + _MOST_UNWRITTEN), *range(end - _MOST_UNWRITTEN, end)]
-
-
-def wait_for_ranks(
-    member_log: MemberLog,
-    take: Callable[[list[Member]], None],
-    present: Callable[[], set[int]],
-    world_size: int,
-    seconds: float,
-) -> None:
-    """Read records until all ranks are there. RendezvousError names those that are missing at the deadline."""
-    # By looking again and again, ever less often: a wait inside torch's stores would print when it times out.
-    began = time.monotonic()
-    pause, next_notice, next_look = _FIRST_PAUSE, began + _FIRST_NOTICE, began + _COMPLAINTS_SECONDS
-    complaints: list[str] = []
-    while True:
-        missing = sorted(set(range(world_size)) - present())
-        if not missing:
-            return
-        now = time.monotonic()
-        left = began + seconds - now
-        if left <= 0:
-            raise RendezvousError(
-                f"rendezvous timed out after {seconds:g} s: of {world_size} workers, ranks {missing} did not come. "
-                + "".join(f"One was turned away: {complaint}. " for complaint in complaints)
-                + "Start them, or raise `rendezvous_timeout`"
-            )
-        if now >= next_notice:
-            log.warning("waiting for ranks %s of %d since %.0f s", missing, world_size, now - began)
-            next_notice = now + (now - began)
-        sleep(min(pause, left))
-        pause = min(2 * pause, max(_LONGEST_PAUSE, world_size / _LOOKS_PER_SECOND))
-        try:
-            member_log.news(take)
-            if now >= next_look:
-                next_look = now + _COMPLAINTS_SECONDS
-                fresh = member_log.complaints()
-                for complaint in fresh:
-                    log.warning("a worker was turned away: %s", complaint)
-                complaints += fresh
-        except TelegradError:
-            raise
-        except RuntimeError as error:
-            if member_log.where is None:
-                raise RendezvousError(
-                    f"the rendezvous store closed while waiting for ranks {missing}: {str(error).splitlines()[0]}"
-                ) from error
+    return [*range(first, first + most), *range(end - most, end)]

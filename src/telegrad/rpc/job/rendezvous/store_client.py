@@ -224,7 +224,7 @@ class Prefixed:
             return [bytes(value) for value in self._store.multi_get(names)]
         return [bytes(self._store.get(name)) for name in names]
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write `desired` if the value is `expected`; what is there then."""
         return bytes(self._store.compare_set(self._key(key), expected, desired))
 

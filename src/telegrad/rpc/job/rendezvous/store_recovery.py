@@ -123,6 +123,8 @@ class StoreRecovery:
         """What the lost log had said, as far as this worker knows it."""
         agent = self._agent
         self._member_log.restore(agent.directory.latest())
+        if self._member_log.register is not None:
+            self._member_log.register.restore(agent.member.generation, self._member_log.has_met)
         if not self._closed:
             self._member_log.publish(agent.member)
         if agent.world_size is not None:
