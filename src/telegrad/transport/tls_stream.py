@@ -97,8 +97,8 @@ class TlsStream(SocketStream):
         self._incoming, self._outgoing = over.incoming, over.outgoing
         self._tls = over.tls
         self._step = threading.Lock()
-        # What `SSLObject` is a shell around, by a name that is not public, where it is there: each message passes the
-        # shell four times, between two system calls, and a method that only calls another costs half a microsecond then.
+        # What `SSLObject` is a shell around, by a name that is not public, where it is there: a method that only calls
+        # another costs half a microsecond between two system calls, and a small call would pass four.
         self._within: Any = getattr(over.tls, "_sslobj", over.tls)
         self._encrypt, self._encrypted = self._within.write, over.outgoing.read
         self._read_raw = self.receive_into
