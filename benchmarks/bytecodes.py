@@ -96,9 +96,11 @@ def _steps() -> dict[str, Callable[[], None]]:
 def _join(rank: int, meeting: str, workers: int = 2) -> None:
     _counter.install()
     from telegrad import rpc
+    from telegrad.engine import cleanup
     from telegrad.rpc.server import stuck_threads
     from telegrad.rpc.threads import spin
 
+    cleanup._SECONDS = _DEADLINE  # so that as many contexts as may be are told of together, however long one takes here
     spin.Spinner.wait = lambda self, ready, *_: ready(_LOOK)
     stuck_threads._LOOK_SECONDS = 10 * _LOOK  # a request that is counted takes so long that it would count as stuck
     rpc.init_rpc(

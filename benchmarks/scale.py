@@ -4,8 +4,8 @@
     python -m benchmarks.scale --processes 8 32 128 256      real worker processes, with times
     ... --save FOLDER                                        the counts, for the plot
 
-Agents do what they do anywhere: join through a store, call, run a pass, meet at a barrier, idle, lose one. Counts have
-no noise, so a machine that could never run so many workers at speed can still say how their number enters.
+Agents do what they do anywhere: join through a store, call, run a pass, meet at a barrier, idle, lose one, leave.
+Counts have no noise, so a machine that could never run so many workers at speed can still say how their number enters.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from telegrad.rpc.current import set_current_agent
 from telegrad.rpc.job.attendance import Attendance
 from telegrad.rpc.job.barrier import barrier
 from telegrad.rpc.job.join import start
+from telegrad.rpc.job.lifecycle import wait_for_all
 
 IDLE_SECONDS = 2.0
 # So that nobody is asked whether it lives while 1,000 agents share one interpreter: how often that happens depends on
@@ -112,6 +113,8 @@ def run(workers: int, counts: Counts) -> Row:
     with Event("a death, noticed by all who were linked", counts, rows):
         agents[-1].close(farewell=False)
         time.sleep(0.5)
+    with Event("all leave", counts, rows):
+        list(pool.map(lambda agent: wait_for_all(agent, 600), agents[:-1]))
     set_current_agent(None)
     for agent in agents:
         agent.close(farewell=False)

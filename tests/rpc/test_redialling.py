@@ -1,4 +1,4 @@
-"""Lost connections to one worker: one thread dials it again, however many there were."""
+"""Lost connections: one thread dials a worker again, however many there were, and a few dial all workers."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -79,3 +79,54 @@ def test_an_error_does_not_leave_it_without_anybody_who_dials(
         tasks.pop()()
     heartbeat.link_lost(link)
     assert len(tasks) == 1
+
+
+def test_so_many_threads_dial_and_no_more(heartbeat: Heartbeat, tasks: list[Callable[[], None]]) -> None:
+    """However many workers are lost at a time: the others are dialled in turn."""
+    links: list[Any] = [FakeLink(nothing) for _ in range(200)]
+    for link in links:
+        heartbeat.link_lost(link)
+    assert len(tasks) == 32
+    tasks.pop()()
+    assert all(link.connected for link in links)
+    while tasks:
+        tasks.pop()()  # find nothing left
+    assert not heartbeat._redialling and not heartbeat._redial_threads
+    heartbeat.link_lost(links[0])
+    assert len(tasks) == 1
+
+
+def test_one_that_does_not_answer_lets_others_go_first(
+    heartbeat: Heartbeat, tasks: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def be_silent(link: FakeLink) -> None:
+        link.connected = False
+        order.append("silent")
+        raise TimeoutError
+
+    def answer(link: FakeLink) -> None:
+        order.append("answers")
+
+    order: list[str] = []
+    monkeypatch.setattr("telegrad.rpc.peers.heartbeat._MOST_REDIAL_THREADS", 1)
+    links: list[Any] = [FakeLink(be_silent, answer), FakeLink(answer)]
+    for link in links:
+        heartbeat.link_lost(link)
+    tasks.pop()()
+    assert order == ["silent", "answers", "answers"] and not tasks and not heartbeat._redialling
+
+
+def test_an_error_leaves_nobody_behind_it_waiting(heartbeat: Heartbeat, tasks: list[Callable[[], None]]) -> None:
+    def fail(link: FakeLink) -> None:
+        raise ZeroDivisionError
+
+    links: list[Any] = [FakeLink(fail), *(FakeLink(nothing) for _ in range(40))]
+    for link in links:
+        heartbeat.link_lost(link)
+    first, *_ = tasks
+    tasks.clear()
+    with pytest.raises(ZeroDivisionError):
+        first()
+    assert len(tasks) == 1
+    tasks.pop()()
+    assert all(link.connected for link in links[1:])

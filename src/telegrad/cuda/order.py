@@ -241,12 +241,12 @@ class on:  # noqa: N801 - used like a function; a class, because each request en
         streams = self._lane.raw()
         self._before = [_current(device) for _, device, _ in streams]
         self._outer, _local.lane = _local.lane, self._lane
-        if streams:
+        if self._before != streams:  # a pass that begins within a request is on its lane
             _set_current(streams)
 
     def __exit__(self, *_: object) -> None:
         _local.lane = self._outer
-        if self._before:
+        if self._before != [_current(device) for _, device, _ in self._before]:
             _set_current(self._before)
 
 

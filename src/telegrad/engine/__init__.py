@@ -9,7 +9,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.registry import ContextEngine
 from telegrad.engine.backward import RecordedPasses, backward, backward_async
 from telegrad.engine.checkpoints import install as install_checkpoints
-from telegrad.engine.cleanup import end_context, serve_cleanup
+from telegrad.engine.cleanup import end_context, serve_cleanup, serve_cleanups
 from telegrad.engine.higher.grad import grad, hvp, vjp
 from telegrad.engine.higher.service import RecordingService
 from telegrad.engine.root_pass import RootPass
@@ -24,6 +24,7 @@ from telegrad.wire.messages import (
     AbortPass,
     BeginPass,
     CleanupAutogradContext,
+    CleanupAutogradContexts,
     ParticipantDied,
     PropagateGradients,
     RRefBackward,
@@ -50,6 +51,7 @@ class EngineLayer(PassService, ContextEngine, RecordedPasses, BackwardRunner):
             AbortPass: Served(self.serve_abort),
             ParticipantDied: Served(self.serve_participant_died),
             CleanupAutogradContext: Served(partial(serve_cleanup, self), deferrable=True),
+            CleanupAutogradContexts: Served(partial(serve_cleanups, self), deferrable=True),
             WithGraph: Served(self._serve_with_graph),
             RRefBackward: Served(partial(serve_backward, self.agent)),
         }

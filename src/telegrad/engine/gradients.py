@@ -14,6 +14,7 @@ from telegrad.autograd.functions import Gradients
 from telegrad.errors import AutogradError
 
 _SMALL = 32 * 1024
+_ONE = (True,)
 _is_there = partial(is_not, None)  # with `map`, in C: a comparison by `==` asks the tensors
 _detach: Any = Tensor.detach
 _is_contiguous = Tensor.is_contiguous
@@ -24,6 +25,9 @@ def to_send(gradients: Gradients | None) -> tuple[tuple[bool, ...], list[Tensor]
     one stays expanded."""
     if gradients is None:
         return (), []
+    if len(gradients) == 1 and (only := gradients[0]) is not None:
+        tensor = only.detach()
+        return _ONE, [tensor if tensor.is_contiguous() else _plainest(tensor)]
     present = (*map(_is_there, gradients),)
     tensors = [*map(_detach, gradients if all(present) else filter(_is_there, gradients))]
     if not all(map(_is_contiguous, tensors)):

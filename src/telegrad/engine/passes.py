@@ -60,6 +60,8 @@ class Pass(LocalPass[MessageId]):
     finished = False  # done or given up
     to_invite: set[WorkerId] = set()  # noqa: RUF012 - replaced: of `known`, those this worker has yet to tell
     _ended = False  # whether the root has been answered
+    _named: tuple[WorkerId, ...] = ()  # what `named` returns, until more workers
+    _known_then = 0  # than so many are known
 
     def __init__(
         self,
@@ -191,7 +193,8 @@ class Pass(LocalPass[MessageId]):
                     self._early += ((key, gradients),)
                 return
             self._enter(key, gradients)
-            taken = None if self._running else self._take(graph)
+            # Usually there is more to hear, and nothing above the leaves is left to run meanwhile.
+            taken = None if self._running or (self._inner_taken and self._unheard) else self._take(graph)
         if taken is not None:
             try:
                 if self.context.profile is None:
@@ -247,7 +250,10 @@ class Pass(LocalPass[MessageId]):
     def named(self) -> tuple[WorkerId, ...]:
         """Workers that know of this pass, for a message about it: who hears of it need not tell them. Of many only the
         root is named, or the bytes of a pass would grow with the square of its workers; being told twice is no harm."""
-        return tuple(self.known) if len(self.known) <= MOST_NAMED else (self.root,)
+        known = self.known
+        if len(known) != self._known_then:
+            self._named, self._known_then = (*known,) if len(known) <= MOST_NAMED else (self.root,), len(known)
+        return self._named
 
     def what(self) -> str:
         """What others are asked to do, in words."""

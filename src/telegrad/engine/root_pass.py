@@ -33,7 +33,7 @@ class RootPass(Pass):
     """A backward pass on the worker that began it."""
 
     complete = False  # all are done: nothing can fail any more
-    _named: frozenset[WorkerId] = frozenset()  # participants that others told of, and this worker did not know
+    _told_of: frozenset[WorkerId] = frozenset()  # participants that others told of, and this worker did not know
     _waiting = False
     _told_of_error = False
     _news: Wakeup | None = None  # made by the root before it sleeps; set when something was settled
@@ -55,7 +55,7 @@ class RootPass(Pass):
         """The same of the root, which waits for others."""
         asked = [(slot.done, slot.complete is None, slot.link.member.worker_id) for slot in self._asked + self._invited]
         ends = self._ended, self.complete, self._told_of_error, bool(self._open)
-        return *Pass.progress(self), *ends, frozenset(self._named), tuple(asked)
+        return *Pass.progress(self), *ends, frozenset(self._told_of), tuple(asked)
 
     # --- asking, and what comes back ---
 
@@ -86,7 +86,7 @@ class RootPass(Pass):
             if type(reply) is PassDone:
                 if not self.known.issuperset(reply.participants):
                     with self._lock:
-                        self._named |= frozenset(reply.participants)
+                        self._told_of |= frozenset(reply.participants)
                 if reply.gradients:
                     self._hear_with_answer(slot.link.member, reply, agent.reply_tensors(slot))
         except RpcTimeout as error:  # of this request, or one that the worker's own pass met
@@ -130,7 +130,7 @@ class RootPass(Pass):
                 self._await_replies()
                 while (self._open or not self._ended) and self.error is None:
                     self._sleep()
-                newcomers = self._named and self._named - self.known
+                newcomers = self._told_of and self._told_of - self.known
                 if self.error is not None or not newcomers:
                     break
                 self.known |= newcomers
@@ -160,8 +160,9 @@ class RootPass(Pass):
                     for other in asked:
                         if not other.done and other is not slot:
                             other.link.expect()
-            slot.deadline = self._deadline
-            slot.link.wait(slot)
+            if not slot.done:
+                slot.deadline = self._deadline
+                slot.link.wait(slot)
             if slot.complete is not None:  # else it was taken as it came
                 self._take_answer(slot)
 
@@ -210,7 +211,7 @@ class RootPass(Pass):
             return
         agent = self.service.agent
         message = self.service.abort_message(self, error)
-        for worker in (self.context.participants | self.known | self._named) - {self.service.here}:
+        for worker in (self.context.participants | self.known | self._told_of) - {self.service.here}:
             member = agent.directory.by_id(worker)
             if member is not None and not agent.is_dead(member):
                 try:

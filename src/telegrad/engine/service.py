@@ -22,9 +22,10 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
 from telegrad.cuda import order
+from telegrad.engine.cleanup import EndedContexts
 from telegrad.engine.gradients import take_present, to_send
 from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
-from telegrad.engine.passes import MOST_NAMED, Carried, Pass
+from telegrad.engine.passes import Carried, Pass
 from telegrad.engine.root_pass import RootPass
 from telegrad.errors import AutogradError, ContextNotFound, WorkerDied
 from telegrad.ids import MessageId, PassId, WorkerId, ids_of
@@ -66,6 +67,7 @@ class PassService(Layer):
         self.registry: Registry = registry_of(agent)
         self.here = agent.member.worker_id
         self._pass_ids: Iterator[PassId] = ids_of(peer_of(agent.member))
+        self.ended = EndedContexts(agent)
         self._lock = threading.Lock()
 
     def name_of(self, worker: WorkerId) -> str:
@@ -152,10 +154,10 @@ class PassService(Layer):
         """Give the peer of a Recv its gradients, or tell it that none will come."""
         present, tensors = to_send(gradients)
         metadata = AutogradMetadata(pass_.context.context_id, message_id)
-        known = pass_.known
-        named = (*known,) if len(known) <= MOST_NAMED else pass_.named()
+        named = pass_.named()
         message = PropagateGradients(metadata, pass_.pass_id, pass_.root, pass_.retain_graph, named, present)
-        pass_.to_invite.discard(worker)
+        if pass_.to_invite:
+            pass_.to_invite.discard(worker)
         pass_.ask(self.agent.standing(worker) or self._link(worker), message, Packed(b"", tensors))
 
     def tell_too_late(self, pass_: Pass, worker: WorkerId, message_id: MessageId) -> None:

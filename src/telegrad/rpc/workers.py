@@ -100,6 +100,7 @@ class Directory:
         self._lock = threading.Lock()
         self._by_id: dict[int, Member] = {}
         self._by_name: dict[str, Member] = {}
+        self._ids: dict[int, WorkerId] = {}  # by incarnation
         self._latest: dict[WorkerId, Incarnation] = {}  # of each id, whether it is still there or not
         self._left: dict[str | int, Member] = {}  # those who left on purpose, by name and by id
         self._endings: dict[Incarnation, str] = {}  # of those whose program ended without a shutdown
@@ -143,6 +144,7 @@ class Directory:
             self._drop(each)
         self._by_id[member.worker_id] = member
         self._by_name[member.name] = member
+        self._ids[member.incarnation] = member.worker_id
         self._latest[member.worker_id] = member.incarnation
         return gone
 
@@ -153,6 +155,7 @@ class Directory:
 
     def _drop(self, member: Member) -> None:
         self._by_id.pop(member.worker_id, None)
+        self._ids.pop(member.incarnation, None)
         if self._by_name.get(member.name) is member:
             del self._by_name[member.name]
 
@@ -176,6 +179,10 @@ class Directory:
             if member is not None and member.name not in self._by_name and not self._is_old_news(member):
                 self._enter(member)  # in nobody's place, so nobody has to be told
         return member
+
+    def holder_of(self, incarnation: int) -> WorkerId | None:
+        """The id of the member that this incarnation is."""
+        return self._ids.get(incarnation)
 
     def has_left(self, member: Member) -> bool:
         """Whether this incarnation said that it leaves."""

@@ -64,8 +64,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _process_identity() -> str:
-    return f"{host_identity()}|{os.getpid()}"
+def _process_identity(host: str) -> str:
+    return f"{host}|{os.getpid()}"
 
 
 class Listeners:
@@ -115,7 +115,7 @@ class Listeners:
     def _listen_memory(self) -> None:
         listener = MemoryListener()
         self.sockets.append(listener)
-        self.addresses.append(Address(MEMORY, _process_identity(), listener.name))
+        self.addresses.append(Address(MEMORY, _process_identity(host_identity()), listener.name))
 
     def close(self) -> None:
         """Stop listening and remove what lies in the file system (a forked child leaves its parent's alone)."""
@@ -131,7 +131,8 @@ def _unix_name(where: str) -> str:
 
 def reachable(addresses: Sequence[Address], transports: Sequence[str]) -> list[Address]:
     """The addresses to try, best first."""
-    here = {MEMORY: _process_identity(), UNIX: host_identity()}
+    host = host_identity()
+    here = {MEMORY: _process_identity(host), UNIX: host}
     order = [kind for kind in (MEMORY, UNIX, TCP) if kind in transports]
     return [a for kind in order for a in addresses if a.kind == kind and here.get(kind, a.host) == a.host]
 

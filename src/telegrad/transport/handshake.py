@@ -179,6 +179,7 @@ class ListenerHandshake:
         self._transcript = _Transcript(secret, binding)
         self._buffer = bytearray()
         self._state = "opening"
+        self._whole = _OPENING.size  # bytes of the step in hand
         self._digest = b""
         self._hello_bytes = 0
         self.hello: Hello | None = None
@@ -186,8 +187,7 @@ class ListenerHandshake:
     @property
     def needs(self) -> int:
         """How many bytes to read at most: never more than the step in hand."""
-        whole = {"opening": _OPENING.size, "proof": _ANSWER.size, "hello": self._hello_bytes}[self._state]
-        return whole - len(self._buffer)
+        return self._whole - len(self._buffer)
 
     @property
     def silent(self) -> bool:
@@ -207,7 +207,7 @@ class ListenerHandshake:
             self._transcript.say(_check_opening(raw))
             nonce = os.urandom(NONCE_BYTES)
             self._transcript.say(nonce)
-            self._state = "proof"
+            self._state, self._whole = "proof", _ANSWER.size
             return _OPENING.pack(MAGIC, PROTOCOL, nonce) + self._transcript.proof(b"listener")
         if self._state == "proof":
             proof, self._digest, self._hello_bytes = _ANSWER.unpack(raw)
@@ -216,7 +216,7 @@ class ListenerHandshake:
                 raise AuthenticationError("it does not know this job's secret")
             if not 0 < self._hello_bytes <= MAX_HELLO:
                 raise ProtocolError(f"a hello of {self._hello_bytes} bytes is not within 1..{MAX_HELLO}")
-            self._state = "hello"
+            self._state, self._whole = "hello", self._hello_bytes
             return b""
         if not hmac.compare_digest(hashlib.sha256(raw).digest(), self._digest):
             raise AuthenticationError("its hello is not the one it proved")

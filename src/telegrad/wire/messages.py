@@ -241,8 +241,14 @@ class CleanupAutogradContext(Message, frozen=True, tag=26):
     told: tuple[WorkerId, ...]
 
 
+class CleanupAutogradContexts(Message, frozen=True, tag=33):
+    """The same of several contexts, which ended shortly after one another."""
+
+    contexts: tuple[CleanupAutogradContext, ...]
+
+
 class CleanupAutogradContextReply(Message, frozen=True, tag=29):
-    """The context is forgotten here."""
+    """The context is forgotten here, or all of them are."""
 
 
 # --- profiling --------------------------------------------------------------------------------------------------------
@@ -377,6 +383,7 @@ AnyMessage = (
     | AbortPass
     | ParticipantDied
     | CleanupAutogradContext
+    | CleanupAutogradContexts
     | CleanupAutogradContextReply
     | RpcWithProfiling
     | RpcWithProfilingReply

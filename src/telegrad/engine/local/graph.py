@@ -12,9 +12,10 @@ Every call of torch's engine is made by `Graph._call`.
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,7 @@ class Entered(Protocol):
 
 
 _ANCHOR = ANCHOR.node
+_node_of: Callable[[Any], Any] = itemgetter(0)  # of an edge, in whichever form
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
 _MANY = 4 * 1024  # elements of a gradient that may be so large
 _get_state = torch._C._get_obj_in_tls
@@ -65,17 +67,17 @@ class Graph:
         self._taker = taker
         self._retain_graph = retain_graph
         self.leaves: dict[Node, Tensor] = {}  # where a whole Send enters at leaves: only once the last batch runs
-        self.edges: dict[Node, Edges[Node]] = {_ANCHOR: ()}
+        self.edges: dict[Any, Edges[Node]] = {_ANCHOR: (), None: ()}  # where no way leads on
         edges = self.edges
-        found: list[Any] = [*entries]
-        for edge in found:  # grows; a node may be there more than once
-            node = edge[0]
-            if node not in edges and node is not None:
+        found = [*map(_node_of, entries)]
+        for node in found:  # grows; a node may be there more than once
+            if node not in edges:
                 edges[node] = following = node.next_functions
                 if following:
-                    found += following
+                    found += map(_node_of, following)
                 elif (leaf := getattr(node, "variable", None)) is not None:
                     self.leaves[node] = leaf
+        del edges[None]
 
     @classmethod
     def of_sends(cls, sends: Mapping[Any, Entered], taker: Taker, retain_graph: bool) -> "Graph":

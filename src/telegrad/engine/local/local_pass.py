@@ -229,12 +229,10 @@ class LocalPass(Generic[K]):
                     self._tell_unreached(batch, roots)
                 if batch is _LAST:
                     graph.run_last(roots, self._at_leaves)
-                elif batch.way is Way.CLOSED:
-                    graph.run_closed(batch.nodes, roots, [*graph.leaves] if batch is _ALL_BUT_LEAVES else batch.leaves)
-                elif batch.stages:
-                    self._run_staged(graph, batch, roots)
+                elif batch is _ALL_BUT_LEAVES:
+                    graph.run_closed((), roots, [*graph.leaves])
                 else:
-                    self._roots.extend(graph.run_cut(batch.nodes, roots).left())
+                    self._run_part(graph, batch, roots)
                 if since and trace.recorder is not None:
                     trace.recorder.span(f"region ({batch.way.name.lower()})", "backward", since)
                 if self._untold:  # those that a node gave no gradient
@@ -254,6 +252,15 @@ class LocalPass(Generic[K]):
                 self._release()
             raise
 
+    def _run_part(self, graph: Graph, batch: Batch[Node], roots: list[Root]) -> None:
+        """What need not wait for the Sends that have not been heard."""
+        if batch.way is Way.CLOSED:
+            graph.run_closed(batch.nodes, roots, batch.leaves)
+        elif batch.stages:
+            self._run_staged(graph, batch, roots)
+        else:
+            self._roots.extend(graph.run_cut(batch.nodes, roots).left())
+
     def _take(self, graph: Graph) -> Taken | None:
         """Under the lock: the next batch and what enters it. With None this thread does not run, or runs no longer."""
         if self.over:
@@ -261,8 +268,10 @@ class LocalPass(Generic[K]):
             batch = None
         elif not self._unheard:
             batch = _LAST
+        elif self._inner_taken:
+            batch = None
         elif graph.inner.keys().isdisjoint(self._unheard):  # they enter at leaves alone, which wait for all
-            batch = None if self._inner_taken else _ALL_BUT_LEAVES
+            batch = _ALL_BUT_LEAVES
             self._inner_taken = True
         else:
             batch = self._take_planned(graph)

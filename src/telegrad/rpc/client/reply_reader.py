@@ -100,7 +100,8 @@ class ReplyReader:
         read: list[Slot] = []
         came = False
         try:
-            came = connection.stream.readable(seconds)
+            ready = connection.stream.readable
+            came = self._spinner.wait(ready, self._io_threads) or ready(seconds)
             if came:
                 self._receive(connection, read)
         finally:

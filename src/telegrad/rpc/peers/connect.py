@@ -19,7 +19,7 @@ from telegrad.rpc.peers.peers import Peers
 from telegrad.rpc.peers.widen import Widening
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.workers import Directory, Member, check_id, check_name
-from telegrad.transport.addresses import TCP, Listeners, host_identity
+from telegrad.transport.addresses import TCP, Listeners
 from telegrad.transport.connection import Connection
 from telegrad.transport.handshake import Hello, Refused, Welcome
 from telegrad.transport.stream import SocketStream
@@ -158,7 +158,7 @@ class Connector:
             peers.look_for_news(hello.worker_id)  # it was started, or started again, since the last look
             known = self._directory.by_id(hello.worker_id)
         if known is not None:
-            _check_identity(known, hello, caller)
+            _check_identity(known, hello, caller, me)
         elif self._options.exports_only:  # or it would have as many limits as it gives itself names
             raise AuthenticationError(f"worker {hello.name!r} is not on record where the workers of this job meet")
         if peers.is_of_another(hello):
@@ -182,7 +182,7 @@ class Connector:
             shared,
             self._main,
             self._options.max_message_bytes,
-            self._widening.most(encrypted),
+            self._widening.most(encrypted) if caller.process is None else 1,
             self._widening.most_sealed() if encrypted else 0,
             fresh_secret() if hello.seal else b"",
         )
@@ -194,12 +194,12 @@ class Connector:
         self._peers.serve(hello, connection, hello.main_module != self._main)
 
 
-def _check_identity(known: Member, hello: Hello, caller: Caller) -> None:
+def _check_identity(known: Member, hello: Hello, caller: Caller, me: Member) -> None:
     """Raise if a caller is not the worker that it says it is: the secret alone proves no more than membership."""
     if known.name != hello.name:
         raise AuthenticationError(f"worker {hello.worker_id} is {known.name!r}, not {hello.name!r}")
     process = caller.process if known.incarnation == hello.incarnation else None
-    if process is not None and known.pid and known.host == host_identity() and process.pid != known.pid:
+    if process is not None and known.pid and known.host == me.host and process.pid != known.pid:
         raise AuthenticationError(
             f"process {process.pid} says that it is worker {known.name!r}, which is process {known.pid}"
         )

@@ -9,6 +9,7 @@ import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ from telegrad.wire.messages import Ack, Ping
 log = logging.getLogger("telegrad.rpc")
 
 REDIAL_SECONDS = 0.05
+_MOST_REDIAL_THREADS = 32  # however many workers cannot be reached at a time
 
 
 def evidence_of(member: Member, link: Link | None = None, seconds: float = 0.0) -> Evidence:
@@ -66,6 +68,8 @@ class Heartbeat(Layer):
         self._asking: set[int] = set()  # incarnations that are being asked by `_ask`
         self._lock = threading.Lock()
         self._redialling: dict[Connecting, bool] = {}  # and whether a connection was lost since it began
+        self._to_redial: deque[Connecting] = deque()  # those of them that no thread is dialling now
+        self._redial_threads = 0
 
     def messages(self) -> Mapping[type[Any], Served]:
         """A ping that is a request: `Ack` is the reply."""
@@ -119,11 +123,13 @@ class Heartbeat(Layer):
         if self._runtime.closing:
             link.close()
         elif self._peers.liveness_of(link.member).connection_lost(time.monotonic()) is Action.REDIAL:
-            with self._lock:  # one thread for each worker, however many of its connections end
+            with self._lock:  # once for each worker, however many of its connections end
                 redials = link in self._redialling
                 self._redialling[link] = redials
+                if not redials:
+                    self._to_redial.append(link)
             if not redials:
-                self._runtime.io_threads.attend(lambda: self._redial(link))
+                self._redial_in_thread()
 
     def session_lost(self, session: Session) -> None:
         """A worker that calls this one lost its connection. If it lives it will dial again; if not, we must know."""
@@ -141,37 +147,58 @@ class Heartbeat(Layer):
         if not link.connected:  # else its end will show there too
             self.link_lost(link)
 
-    def _redial(self, link: Connecting) -> None:
-        again = True
-        while again:
+    def _redial_in_thread(self) -> None:
+        """Have a thread dial those who wait for it, unless as many do so as may: then these come to them in turn."""
+        with self._lock:
+            starts = bool(self._to_redial) and self._redial_threads < _MOST_REDIAL_THREADS
+            self._redial_threads += starts
+        if starts:
+            self._runtime.io_threads.attend(self._redial)
+
+    def _redial(self) -> None:
+        """Dial one after the other, each once, until none is left."""
+        while True:
+            with self._lock:
+                if not self._to_redial:
+                    self._redial_threads -= 1
+                    return
+                link = self._to_redial.popleft()
+                # One that does not answer must not keep the others waiting for all the time it has.
+                seconds = self._runtime.patience / (2 if self._to_redial else 1)
             try:
-                self._replace(link)
+                again = self._dial_once(link, seconds)
             except BaseException:
-                self._redialling.pop(link, None)
+                with self._lock:
+                    self._redialling.pop(link, None)
+                    self._redial_threads -= 1
+                self._redial_in_thread()
                 raise
             with self._lock:
-                again = self._redialling[link] and not (link.connected or link.dead or self._runtime.closing)
+                lost_again = self._redialling[link] and not (link.connected or link.dead)
                 self._redialling[link] = False
-                if not again:
+                if (again or lost_again) and not self._runtime.closing:
+                    self._to_redial.append(link)
+                else:
                     del self._redialling[link]
 
-    def _replace(self, link: Connecting) -> None:
-        """Dial until the worker answers or is given up."""
+    def _dial_once(self, link: Connecting, seconds: float) -> bool:
+        """Dial a worker; True if it is to be dialled again, since it did not answer and is not given up."""
         member, liveness = link.member, self._peers.liveness_of(link.member)
-        while not self._runtime.closing and link.dead is None:
-            try:
-                link.resume(time.monotonic() + self._runtime.patience)
-                liveness.connected(time.monotonic())
-                return
-            except (WorkerDied, TimeoutError) as error:
-                why = f"its connection closed, and {error}"
-                # Where it was final, the dial has said so, and the link is dead.
-                action = liveness.unanswered(time.monotonic(), Failure.BROKEN, evidence_of(member))
-            except TelegradError as error:
-                why, action = f"it cannot be reached again: {error}", Action.GIVE_UP
-            if action is Action.REDIAL:
-                with blocking():
-                    time.sleep(REDIAL_SECONDS)
-            else:
-                self._peers.unanswered(member, f"worker {member.name!r} is gone: {why}")
-                return
+        if self._runtime.closing or link.dead is not None:
+            return False
+        try:
+            link.resume(time.monotonic() + seconds)
+            liveness.connected(time.monotonic())
+            return False
+        except (WorkerDied, TimeoutError) as error:
+            why = f"its connection closed, and {error}"
+            # Where it was final, the dial has said so, and the link is dead.
+            action = liveness.unanswered(time.monotonic(), Failure.BROKEN, evidence_of(member))
+        except TelegradError as error:
+            why, action = f"it cannot be reached again: {error}", Action.GIVE_UP
+        if action is not Action.REDIAL:
+            self._peers.unanswered(member, f"worker {member.name!r} is gone: {why}")
+            return False
+        with blocking():
+            time.sleep(REDIAL_SECONDS)
+        return True

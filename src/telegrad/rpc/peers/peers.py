@@ -88,6 +88,7 @@ class Peers:
         self.by_name: dict[str, Link] = {}
         self._link_numbers = 0
         self._sessions: dict[tuple[int, int, int], Session] = {}
+        self._callers: dict[int, int] = {}  # by incarnation: the ids of those who have sessions
         self._welcomed: dict[int, Hello] = {}  # by id: callers that are let in, and are not served yet
         self._orphaned: WeakSet[Session] = WeakSet()  # of the dead, as long as something they asked still runs here
         self._dead: dict[int, WorkerDied] = {}  # by incarnation
@@ -276,26 +277,27 @@ class Peers:
     def is_of_another(self, hello: Hello) -> bool:
         """Whether a caller says that it is the incarnation of another worker, whose end it could then tell."""
         worker_id, incarnation = hello.worker_id, hello.incarnation
-        members = [m.worker_id for m in self._directory.members() if m.incarnation == incarnation]
-        with self._lock:
-            callers = [key[0] for key in self._sessions if key[1] == incarnation]
-        return any(other != worker_id for other in members + callers)
+        holders = (self._directory.holder_of(incarnation), self._callers.get(incarnation))
+        return any(holder not in (None, worker_id) for holder in holders)
 
     def keep_place(self, hello: Hello) -> None:
         """A caller is about to be told that it is welcome: its link counts from now on, since several may be on their
         way in, until `serve` or `give_back_place`. AuthenticationError if there are too many."""
         key = _key(hello)
         with self._lock:
-            links = {of: session.member.name for of, session in self._sessions.items()}
-            links.update({_key(other): other.name for other in self._welcomed.values()})
-            if key not in links:
-                if len(links) >= MOST_SESSIONS:
+            coming = {_key(other): other.name for other in self._welcomed.values()}
+            if key not in self._sessions and key not in coming:
+                if len(self._sessions) + sum(other not in self._sessions for other in coming) >= MOST_SESSIONS:
                     raise AuthenticationError(f"worker {self._me.name!r} serves {MOST_SESSIONS} links already")
-                of_one = sum(name == hello.name for name in links.values())
-                if self._runtime.options.exports_only and of_one >= MOST_OF_ONE:
-                    text = f"worker {self._me.name!r} serves {MOST_OF_ONE} links of {hello.name!r} already"
-                    raise AuthenticationError(text)
+                if self._runtime.options.exports_only:
+                    self._check_links(hello.name, coming)
             self._welcomed[id(hello)] = hello
+
+    def _check_links(self, name: str, coming: dict[tuple[int, int, int], str]) -> None:
+        """Raise if a party that is not trusted has as many links as it may have."""
+        links = {of: session.member.name for of, session in self._sessions.items()}
+        if sum(of_one == name for of_one in (links | coming).values()) >= MOST_OF_ONE:
+            raise AuthenticationError(f"worker {self._me.name!r} serves {MOST_OF_ONE} links of {name!r} already")
 
     def give_back_place(self, hello: Hello) -> None:
         """A caller that was welcome is gone before it could be served."""
@@ -318,6 +320,7 @@ class Peers:
                     known = Member(hello.name, WorkerId(hello.worker_id), Incarnation(hello.incarnation), (), 0)
                 session = Session(self._runtime, self._events, known, main_by_value, hello.link, hello.ticket)
                 self._sessions[_key(hello)] = session
+                self._callers[hello.incarnation] = hello.worker_id
         if self._runtime.options.exports_only:
             connection.ask_before_large(partial(self._check_room, hello.name))
         session.attach(connection)
@@ -378,6 +381,7 @@ class Peers:
                 del self._dead[next(iter(self._dead))]
             self._liveness.pop(member.incarnation, None)
             link = self._links.get(member.worker_id)
+            self._callers.pop(member.incarnation, None)
             sessions = [key for key in self._sessions if key[1] == member.incarnation]
             closed = [self._sessions.pop(key) for key in sessions]
             self._orphaned.update(closed)
@@ -406,3 +410,4 @@ class Peers:
         self._links.clear()
         self.by_name.clear()
         self._sessions.clear()
+        self._callers.clear()

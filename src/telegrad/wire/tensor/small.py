@@ -26,6 +26,7 @@ _bytes_at = PYFUNCTYPE(py_object, c_void_p, c_ssize_t)(("PyBytes_FromStringAndSi
 # Plain ints: arithmetic on enums costs a microsecond.
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
 _PARAMETER = int(Flag.PARAMETER)
+_Form = tuple[torch.Size, tuple[int, ...]]
 _Kind = tuple[torch.dtype, torch.Size, bool, torch.layout, bool]
 _kind: Callable[[Tensor], _Kind] = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
@@ -78,14 +79,14 @@ def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[T
     """
     tensors: list[Tensor] = []
     for spec in specs:
-        dtype, count, taken, shape, flags = _plain_form(spec)
+        dtype, count, taken, form, flags = _plain_form(spec)
         try:
             tensor = frombuffer(data, dtype=dtype, count=count, offset=offset)
         except ValueError as error:
             nbytes = count * dtype.itemsize
             raise ProtocolError(f"a tensor of {nbytes} bytes begins at byte {offset} of {len(data)}") from error
-        if shape is not None:
-            tensor.resize_(shape)  # same size: only the shape changes
+        if form is not None:
+            tensor.as_strided_(*form)  # as many elements: of what torch offers, the least work
         if flags:
             tensor = tensor.requires_grad_() if flags == _REQUIRES_GRAD else finish(tensor, flags)
         tensors.append(tensor)
@@ -94,9 +95,9 @@ def rebuild_small(specs: Sequence[TensorSpec], data: Any, offset: int) -> list[T
 
 
 @functools.lru_cache(maxsize=4096)
-def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, torch.Size | None, int]:
-    """The dtype, the number of elements, of bytes up to the next tensor, the shape unless that is one dimension, and
-    the flags of a tensor that `describe_small` could have described."""
+def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, _Form | None, int]:
+    """The dtype, the number of elements, of bytes up to the next tensor, the shape and strides unless there is one
+    dimension, and the flags of a tensor that `describe_small` could have described."""
     dtype = dtype_of(spec.dtype)
     nbytes = checked_size(spec.shape, dtype)
     general = TensorSpec(0, spec.dtype, spec.shape, (), 0, NO_SEGMENT, spec.flags)
@@ -105,5 +106,6 @@ def _plain_form(spec: TensorSpec) -> tuple[torch.dtype, int, int, torch.Size | N
     if not 0 <= spec.flags <= _REQUIRES_GRAD | _PARAMETER:
         raise ProtocolError(f"unknown flags {spec.flags:#x} of a tensor")
     check_flags(dtype, spec.flags)
-    shape = torch.Size(spec.shape) if len(spec.shape) != 1 else None
-    return dtype, nbytes // dtype.itemsize, nbytes + -nbytes % _ALIGNMENT, shape, spec.flags
+    strides = tuple([math.prod(spec.shape[position + 1 :]) for position in range(len(spec.shape))])
+    form = (torch.Size(spec.shape), strides) if len(strides) != 1 else None
+    return dtype, nbytes // dtype.itemsize, nbytes + -nbytes % _ALIGNMENT, form, spec.flags
