@@ -154,6 +154,8 @@ class ReplyReader:
         with self._lock:
             if slot in self._waiters:
                 self._waiters.remove(slot)
+            if slot.done and self.state is IDLE:  # the reading may have been passed to this thread as it was done
+                self._pass_on()
 
     def _read_until_done(self, slot: Slot) -> None:
         """Read until `slot` is done, or others are that have to be completed; hand on the reading, and complete."""

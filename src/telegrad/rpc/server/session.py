@@ -102,13 +102,14 @@ class Session(Answers):
         """The I/O threads: there is something to read, or to go on with."""
         turn = SessionTurn(self)
         with self._lock:
-            if self._turn is not None or self.connection is None:
+            connection = self.connection
+            if self._turn is not None or connection is None:
                 return
             self._turn = turn
         local.turn = turn
         self._events.session_active()
         try:
-            self._serve(turn, self.connection)
+            self._serve(turn, connection)
         finally:
             local.turn = None
 
