@@ -40,7 +40,8 @@ class Attendance:
         register, member = self._log.register, self._agent.member
         if register is None:
             return
-        self._joining.had_met = register.have_met
+        # By the log: its store may be another by the time this is asked.
+        self._joining.had_met = lambda: bool(self._log.asked(lambda register: register.have_met()))
         if not has_own_name:
             register.mark(member.generation)
         else:

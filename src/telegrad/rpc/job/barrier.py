@@ -50,8 +50,9 @@ class Barriers(Layer):
             return
         if message.worker != request.caller.name:
             raise ProtocolError(f"worker {request.caller.name!r} cannot reach a barrier for {message.worker!r}")
-        with blocking():
-            agent.peers.everyone()  # whom to wait for
+        if agent.directory.look_up is not None:
+            with blocking():
+                agent.peers.everyone()  # whom to wait for
         with self._lock:
             self._arrivals.arrive(
                 message.key,
