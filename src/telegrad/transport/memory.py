@@ -29,9 +29,12 @@ class MemoryListener:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)  # before looking: one that comes right after the look is told again
         try:
-            return self._waiting.popleft(), ""
+            sock = self._waiting.popleft()
         except IndexError:
             raise BlockingIOError from None
+        if self._waiting:  # whoever accepts may pause here, and waits for an event then
+            os.eventfd_write(self._wakeup, 1)
+        return sock, ""
 
     def dial(self) -> socket.socket:
         """The dialler's end of a new connection."""

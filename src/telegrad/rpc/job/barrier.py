@@ -45,14 +45,14 @@ class Barriers(Layer):
     def _serve(self, request: Request) -> None:
         message, agent = request.message, self._agent
         assert type(message) is Barrier
+        if agent.directory.look_up is not None:
+            with blocking():
+                agent.peers.everyone()  # whom to wait for
         if not message.worker:  # no arrival, but the question who is missing
             agent.reply(request, BarrierReply(0, tuple(self.missing(message.key))))
             return
         if message.worker != request.caller.name:
             raise ProtocolError(f"worker {request.caller.name!r} cannot reach a barrier for {message.worker!r}")
-        if agent.directory.look_up is not None:
-            with blocking():
-                agent.peers.everyone()  # whom to wait for
         with self._lock:
             self._arrivals.arrive(
                 message.key,

@@ -277,11 +277,11 @@ class MemberLog:
 
         Who asks `about` one worker, by name or id, needs no others: in a large job they are left unread."""
         with self._lock:
-            if about is None:
-                self.reads_all = True
             fresh = self._fresh() if self.reads_all or about is None else self._fresh_of(about)
             if fresh:
                 take(fresh)
+            if about is None and self._read:
+                self.reads_all = True  # last: who finds this set knows of all
 
     def _fresh_of(self, who: str | int) -> list[Member]:
         return _as_in_log(self.asked(lambda register: register.records_of(who)) or [])
