@@ -1,6 +1,6 @@
 """What a flood from strangers costs the calls of a job, and whether its workers still meet.
 
-    python -m benchmarks.flood        (--quick for shorter rounds)
+    python -m benchmarks.flood        (--quick for shorter rounds; `unix`, `tcp` or `tls` for one of the three)
 
 A process without the secret opens connections to worker1 as fast as it can: it says nothing, or begins a handshake it
 cannot end, or opens and closes. Meanwhile worker0 calls worker1, and one who knows the secret dials it anew. A flood
@@ -15,10 +15,11 @@ import os
 import random
 import signal
 import socket
+import ssl
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import telegrad
 from telegrad import rpc
@@ -41,6 +42,14 @@ def silent(address: Address, stop: Callable[[], bool]) -> None:
 def half_open(address: Address, stop: Callable[[], bool]) -> None:
     """Handshakes that are begun and not ended."""
     _hold(address, stop, DiallerHandshake(b"no idea").opening)
+
+
+def half_encrypted(address: Address, stop: Callable[[], bool]) -> None:
+    """The same one layer below, where the listener has to sign its answer before it can know who asks."""
+    hello = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        dialling_ends().client.wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
+    _hold(address, stop, hello.read())
 
 
 def churn(address: Address, stop: Callable[[], bool]) -> None:
@@ -155,7 +164,7 @@ def dial_anew(agent: Agent, address: Address) -> float:
     return time.perf_counter() - begun
 
 
-def main(quick: bool) -> int:
+def main(quick: bool, chosen: Sequence[str]) -> int:
     """Measure and print."""
     seconds = 1.0 if quick else 4.0
     print(f"{'':<28}{'p99 alone':>12}{'elsewhere':>12}{'here':>12}{'more':>12}   handshakes: ended, slowest")
@@ -164,11 +173,13 @@ def main(quick: bool) -> int:
         ("TCP", TCP, rpc.RpcBackendOptions(transports=("tcp",))),
         ("TLS", TCP, rpc.RpcBackendOptions(transports=("tcp",), tls=True)),
     ):
+        if chosen and title.split()[0].lower() not in chosen:
+            continue
         with telegrad.local_cluster(workers=2, options=options, show_output=False):
             agent = require_agent()
             address = next(a for a in agent.find("worker1").addresses if a.kind == kind)
             latencies(0.2)
-            for flood in FLOODS:
+            for flood in (*FLOODS, half_encrypted) if options.tls else FLOODS:
                 alone = p99(latencies(seconds))
                 with sink(address) as nobody, flooded(flood, nobody):
                     elsewhere = p99(latencies(seconds))
@@ -185,4 +196,4 @@ def main(quick: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--quick" in sys.argv))
+    sys.exit(main("--quick" in sys.argv, [word for word in sys.argv[1:] if word != "--quick"]))

@@ -40,6 +40,9 @@ _PAUSE_SECONDS = 0.1
 # wait in the listener's queue, from which each is taken in its turn.
 _ACCEPT_RATE, _ACCEPT_BURST = 400.0, 1024.0
 _ACCEPT_PAUSE = 0.01
+# Of a burst so many seconds at a time, and then three times as long a pause: a thread that goes on and on keeps the
+# interpreter from those that serve calls for 5 ms at a time, and with TLS each connection costs a signature.
+_ACCEPT_SLICE, _PAUSE_FACTOR = 0.001, 3.0
 
 
 class Caller(NamedTuple):
@@ -106,6 +109,7 @@ class Acceptor:
 
     def _accept(self, listener: socket.socket | MemoryListener) -> None:
         rearm = functools.partial(self._rearm, listener)
+        began = time.monotonic()
         try:
             while True:
                 if not self._budget.take():
@@ -117,6 +121,10 @@ class Acceptor:
                     rearm()
                     return
                 self._begin(sock)
+                now = time.monotonic()
+                if now - began > _ACCEPT_SLICE:
+                    self._timer.at(now + _PAUSE_FACTOR * (now - began), rearm)
+                    return
         except OSError as error:
             if listener.fileno() >= 0:
                 self._warnings.warning("cannot accept a connection: %s", error)
