@@ -1,5 +1,6 @@
 """Interrupts at random moments, and children that are forked: nothing stays pending, nobody else is ended."""
 
+import itertools
 import os
 import random
 import signal
@@ -7,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.rpc.current import require_agent
+from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.threads import interrupts
 from tests.cluster import cluster
 from tests.waiting import wait_until
@@ -94,6 +96,33 @@ def test_an_interrupted_join_leaves_nothing(tmp_path: object) -> None:
     rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
     rpc.shutdown(timeout=60)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_joins_that_are_interrupted_at_random_moments(tmp_path: Path, long_profile: bool) -> None:
+    """While this worker joins or leaves: it has left then, or had not come, and can join again."""
+    main = threading.main_thread().ident
+    assert main is not None
+    source, numbers = random.Random(13), itertools.count()
+    before, threads = signal.getsignal(signal.SIGINT), threading.active_count()
+
+    def join_again_and_again(timer: threading.Timer) -> None:
+        timer.start()  # in here: it may come at once
+        while True:
+            options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/{next(numbers)}")
+            rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+            rpc.shutdown(timeout=60)
+
+    for _ in range(LONG if long_profile else 10):
+        timer = threading.Timer(source.uniform(0.0, 0.1), signal.pthread_kill, (main, signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            join_again_and_again(timer)
+        timer.join()
+        if current_agent() is not None:  # it came between the two
+            rpc.shutdown(timeout=60)
+    assert signal.getsignal(signal.SIGINT) is before
+    wait_until(lambda: threading.active_count() <= threads)
 
 
 def test_where_an_interrupt_may_be_raised() -> None:

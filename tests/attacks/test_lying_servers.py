@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.errors import CallRefused, TelegradError
+from telegrad.errors import CallRefused, RemoteError, TelegradError
 from telegrad.ids import Incarnation, WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import require_agent
@@ -157,6 +157,17 @@ def test_nothing_that_came_back_is_unpickled(server: Server, tmp_path: Path) -> 
         with pytest.raises(TelegradError):
             _call()
         assert not exploded.exists()
+
+
+def test_an_error_has_no_lines_of_its_own(server: Server) -> None:
+    """It could show itself as anything, to whoever reads the log or the terminal."""
+    said = ExceptionReply("alone", "Value\x1b[2JError", "x\x1b[31m\nINFO all is well" + "y" * 10_000, "in\nmany lines")
+    server.answer = lambda number, _: encode_whole(FrameKind.FAILURE, number, 0, said)
+    with pytest.raises(RemoteError) as caught:
+        _call()
+    text = str(caught.value)
+    assert text.isprintable() and len(text) < 3000 and "on worker 'liar'" in text
+    assert not getattr(caught.value, "__notes__", [])
 
 
 def test_a_result_that_is_repeated_without_end(server: Server) -> None:

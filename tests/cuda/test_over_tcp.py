@@ -38,11 +38,14 @@ def test_they_go_up_as_they_come(job: Cluster, monkeypatch: pytest.MonkeyPatch) 
         copy(upload, start, stop)
 
     monkeypatch.setattr(Upload, "_copy", noted)
-    for _ in range(5):
+    most = 0
+    for _ in range(10):  # one that comes in a few large reads goes up at once
         pieces.clear()
         sent = torch.rand(SIZE, device="cuda")
         assert torch.equal(rpc.rpc_sync("worker1", echo, args=(sent,)), sent)
-    assert len(pieces) > 4 and sum(pieces) == sent.nbytes
+        assert sum(pieces) in (0, sent.nbytes), "the first message of a size goes up as a whole"
+        most = max(most, len(pieces))
+    assert most > 1
 
 
 def test_many_sizes_and_places_in_one_message(job: Cluster) -> None:

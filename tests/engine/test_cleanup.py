@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from telegrad.autograd.context import Context
 from telegrad.engine import cleanup
 from telegrad.engine.cleanup import EndedContexts
 from telegrad.ids import ContextId, WorkerId
@@ -14,8 +15,16 @@ SECONDS = cleanup._SECONDS
 LONG = SECONDS + cleanup._LAST_SECONDS + 0.001
 
 
-def ended(number: int) -> CleanupAutogradContext:
-    return CleanupAutogradContext(ContextId(number), (WorkerId(0),))
+def ended(number: int, workers: tuple[int, ...] = (1,)) -> CleanupAutogradContext:
+    return CleanupAutogradContext(ContextId(number), named(workers))
+
+
+def several(*numbers: int, workers: tuple[int, ...] = (1,)) -> CleanupAutogradContexts:
+    return CleanupAutogradContexts(tuple(map(ContextId, numbers)), named(workers))
+
+
+def named(workers: tuple[int, ...]) -> tuple[WorkerId, ...]:
+    return (*map(WorkerId, workers), WorkerId(0))
 
 
 class Told:
@@ -24,6 +33,7 @@ class Told:
     def __init__(self, patch: pytest.MonkeyPatch, plain: bool = False) -> None:
         self.now = 100.0
         self.closing = False
+        self.member = SimpleNamespace(worker_id=WorkerId(0))
         patch.setattr(cleanup, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.messages: list[tuple[int, Any]] = []
         self.timed: list[tuple[float, Any]] = []
@@ -37,7 +47,8 @@ class Told:
 
     def end(self, *numbers: int, workers: tuple[int, ...] = (1,)) -> None:
         for number in numbers:
-            self.contexts.add(ended(number), [WorkerId(worker) for worker in workers])
+            context = Context(ContextId(number), WorkerId(0), participants=set(map(WorkerId, workers)))
+            self.contexts.add(context, ())
 
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
@@ -58,7 +69,7 @@ def test_one_context_is_told_at_once_and_those_after_it_together(told: Told) -> 
     told.end(2, 3)
     assert len(told.messages) == 1 and len(told.timed) == 1
     told.time_passes(LONG)
-    assert told.messages[1:] == [(1, CleanupAutogradContexts((ended(2), ended(3))))]
+    assert told.messages[1:] == [(1, several(2, 3))]
     told.end(4)
     told.time_passes(LONG)
     assert told.messages[2:] == [(1, ended(4))]
@@ -68,10 +79,16 @@ def test_one_context_is_told_at_once_and_those_after_it_together(told: Told) -> 
 
 def test_each_worker_is_told_of_its_own(told: Told) -> None:
     told.end(1)
-    told.end(2, workers=(1, 2))
-    told.end(3, workers=(2, 3))
+    told.end(2, 3, workers=(1, 2))
+    told.end(4, workers=(2,))
     told.time_passes(LONG)
-    assert dict(told.messages[1:]) == {1: ended(2), 2: CleanupAutogradContexts((ended(2), ended(3))), 3: ended(3)}
+    both = several(2, 3, workers=(1, 2))
+    assert told.messages[1:] == [(1, both), (2, both), (2, ended(4, workers=(2,)))]
+
+
+def test_those_who_have_been_told_are_not_told_again(told: Told) -> None:
+    told.contexts.add(Context(ContextId(1), WorkerId(0), participants={WorkerId(1), WorkerId(2)}), (WorkerId(2),))
+    assert told.messages == [(1, CleanupAutogradContext(ContextId(1), (WorkerId(2), WorkerId(1), WorkerId(0))))]
 
 
 def test_many_do_not_wait_for_the_time_to_pass(told: Told) -> None:
@@ -95,8 +112,10 @@ def test_while_contexts_go_on_ending_the_timer_tells_nobody(told: Told) -> None:
     assert len(submitted) <= 1 and not told.timed
     for tell in submitted:
         tell()
-    contexts = [one for _, message in told.messages for one in getattr(message, "contexts", (message,))]
-    assert contexts == [ended(number) for number in range(40)] and len(told.messages) < 20
+    contexts = [
+        one for _, message in told.messages for one in getattr(message, "contexts", None) or (message.context_id,)
+    ]
+    assert contexts == [*range(40)] and len(told.messages) < 20
 
 
 def test_two_who_look_at_once_do_not_look_for_ever(told: Told) -> None:
@@ -115,5 +134,9 @@ def test_when_time_has_passed_the_next_is_told_at_once(told: Told) -> None:
 
 def test_where_nobody_is_trusted_each_is_a_message_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told(monkeypatch, plain=True)
-    told.end(1, 2, 3)
-    assert told.messages == [(1, ended(1)), (1, ended(2)), (1, ended(3))]
+    told.end(1, 2)
+    assert told.messages == [(1, ended(1)), (1, ended(2))]
+    other = Context(ContextId(3), WorkerId(0), participants={WorkerId(1)})
+    told.contexts._untold.append((other, ()))  # as if another thread had ended one at the same moment
+    told.end(4)
+    assert told.messages[2:] == [(1, ended(3)), (1, ended(4))]

@@ -7,6 +7,7 @@ shows, and those that run as a notebook, run in the long profile.
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -165,3 +166,14 @@ def test_two_parties_that_do_not_trust_each_other(run: Callable[..., str]) -> No
     assert "float32 x 2d" in out  # activations and gradients
     assert "int64" not in out  # labels do not cross
     assert "refusal" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
+def test_two_parties_in_two_networks(run: Callable[..., str]) -> None:
+    pytest.importorskip("cryptography")
+    settings = ["--namespaces", "--steps", "40", "--clip", "8", "--noise", "0.05", "--gradient-noise", "0.01"]
+    out = run("hospital/run", "hospital.png", settings=settings)
+    assert re.search(r"accuracy [\d.]+% -> [\d.]+%", out)
+    assert "float32 x 2d" in out and "int64" not in out and "refusal" not in out

@@ -6,15 +6,20 @@ steps as short as that would spend a tenth of their work on it.
 
 import time
 from collections import deque
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from telegrad.autograd.context import Context
 from telegrad.engine.passes import MOST_NAMED
 from telegrad.ids import ContextId, WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.pending import FOREVER
 from telegrad.rpc.request import Request
-from telegrad.wire.messages import CleanupAutogradContext, CleanupAutogradContextReply, CleanupAutogradContexts
+from telegrad.wire.messages import (
+    AnyMessage,
+    CleanupAutogradContext,
+    CleanupAutogradContextReply,
+    CleanupAutogradContexts,
+)
 
 if TYPE_CHECKING:
     from telegrad.engine.service import PassService
@@ -29,14 +34,14 @@ class EndedContexts:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._untold: deque[tuple[CleanupAutogradContext, Collection[WorkerId]]] = deque()
+        self._untold: deque[tuple[Context, tuple[WorkerId, ...]]] = deque()
         self._next = 0.0  # until then they are collected
         self._look_at = FOREVER  # when the timer looks whether any are left
 
-    def add(self, ended: CleanupAutogradContext, workers: Collection[WorkerId]) -> None:
-        """Have these workers told: now, or if others have just been told of another context, a little later."""
+    def add(self, context: Context, told: tuple[WorkerId, ...]) -> None:
+        """Have all it reached told, but those that have been: now, or shortly after others were told of another."""
         untold = self._untold
-        untold.append((ended, workers))
+        untold.append((context, told))
         # Where workers do not trust each other, each end is a message of its own, whose sender is looked at.
         if len(untold) >= _MOST or time.monotonic() >= self._next or self._agent.layers.plain:
             self._tell()
@@ -62,31 +67,40 @@ class EndedContexts:
         if self._agent.closing:
             return  # its goodbye ends them all
         self._next = time.monotonic() + _SECONDS
-        for_worker: dict[WorkerId, list[CleanupAutogradContext]] = {}
+        ended: dict[tuple[frozenset[WorkerId], tuple[WorkerId, ...]], list[ContextId]] = {}  # by whom they reached
         while self._untold:
             try:
-                ended, workers = self._untold.popleft()
+                context, told = self._untold.popleft()
             except IndexError:  # another thread was first
                 break
-            for worker in workers:
-                for_worker.setdefault(worker, []).append(ended)
-        for worker, contexts in for_worker.items():
-            self._agent.mention(worker, CleanupAutogradContexts((*contexts,)) if len(contexts) > 1 else contexts[0])
+            ended.setdefault((frozenset(context.participants), told), []).append(context.context_id)
+        for (participants, told), contexts in ended.items():
+            self._tell_of(contexts, participants, told)
+
+    def _tell_of(
+        self, contexts: list[ContextId], participants: frozenset[WorkerId], told: tuple[WorkerId, ...]
+    ) -> None:
+        here = self._agent.member.worker_id
+        newcomers = participants.difference(told, (here,))
+        # Of many only this one is named, as in `Pass.named`; who has forgotten the context already tells nobody.
+        known = (*told, *newcomers, here)
+        named = known if len(known) <= MOST_NAMED else (here,)
+        messages: list[AnyMessage]
+        if len(contexts) == 1 or self._agent.layers.plain:
+            messages = [CleanupAutogradContext(context_id, named) for context_id in contexts]
+        else:
+            messages = [CleanupAutogradContexts((*contexts,), named)]
+        for worker in newcomers:
+            for message in messages:
+                self._agent.mention(worker, message)
 
 
 def end_context(service: "PassService", context_id: ContextId, told: tuple[WorkerId, ...] = ()) -> None:
     """Forget a context here and, without waiting for it, on all workers it reached but those that have been `told`."""
     # First: one that comes to know of it from here on sees that it has ended.
     context = service.registry.end(context_id)
-    if context is None:
-        return
-    here = context.here
-    newcomers = context.participants.difference(told, (here,))
-    if newcomers and not service.agent.closing:
-        # Of many only this one is named, as in `Pass.named`; who has forgotten the context already tells nobody.
-        known = (*told, *newcomers, here)
-        named = known if len(known) <= MOST_NAMED else (here,)
-        service.ended.add(CleanupAutogradContext(context_id, named), newcomers)
+    if context is not None and not context.participants.issubset(told):
+        service.ended.add(context, told)
 
 
 def serve_cleanup(service: "PassService", request: Request) -> None:
@@ -99,6 +113,6 @@ def serve_cleanup(service: "PassService", request: Request) -> None:
 def serve_cleanups(service: "PassService", request: Request) -> None:
     """The handler of `CleanupAutogradContexts`."""
     message: CleanupAutogradContexts = request.message  # type: ignore[assignment] # this is what it is registered for
-    for ended in message.contexts:
-        end_context(service, ended.context_id, ended.told)
+    for context_id in message.contexts:
+        end_context(service, context_id, message.told)
     request.reply(CleanupAutogradContextReply())

@@ -33,7 +33,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.layer import Layer
-from telegrad.rpc.remote_errors import text_for_stranger, with_notes
+from telegrad.rpc.remote_errors import text_for_stranger, text_of_stranger, with_notes
 from telegrad.rpc.request import Request
 from telegrad.rpc.workers import Member, peer_of
 from telegrad.wire.codec import Packed
@@ -326,7 +326,8 @@ class PassService(Layer):
         if context is None:
             return
         pass_ = context.latest
-        text = f"the backward pass failed on worker {message.worker!r}: {message.text}"
+        said = text_of_stranger(message.text) if self.agent.layers.plain else message.text
+        text = f"the backward pass failed on worker {message.worker!r}: {said}"
         error: Exception = AutogradError(text)
         if message.dead:
             error = WorkerDied(text, worker=message.dead, incarnation=message.incarnation)

@@ -31,6 +31,7 @@ from telegrad.wire.messages import ExceptionReply
 from telegrad.wire.tensor.tensors import disassemble
 
 log = logging.getLogger("telegrad.rpc")
+_MOST_OF_STRANGER, _MOST_TYPE_NAME = 2000, 200  # characters of what one says that is not trusted
 
 _MAX_TEXT = 200_000
 _MAX_SHORT = 1000
@@ -85,6 +86,18 @@ def text_for_stranger(error: BaseException) -> str:
     incident = secrets.token_hex(4)
     log.warning("incident %s, of which a peer was told only the number:", incident, exc_info=error)
     return f"its text stays there; ask its owner about incident {incident}"
+
+
+def text_of_stranger(text: str) -> str:
+    """What a peer that is not trusted says, as it may be shown: no lines, colours or pages of its own."""
+    shown = text if len(text) <= _MOST_OF_STRANGER else text[:_MOST_OF_STRANGER] + "..."
+    return "".join([c if c.isprintable() else " " for c in shown])
+
+
+def rebuild_from_stranger(message: ExceptionReply, worker: str) -> Exception:
+    """The exception to raise here for what a peer says that is not trusted: a type and a text."""
+    text, name = text_of_stranger(message.text), text_of_stranger(message.type_name[:_MOST_TYPE_NAME])
+    return _rebuild_short(ExceptionReply(worker, name, text, ""))
 
 
 def _section(error: BaseException) -> Iterator[str]:

@@ -242,9 +242,10 @@ class CleanupAutogradContext(Message, frozen=True, tag=26):
 
 
 class CleanupAutogradContexts(Message, frozen=True, tag=33):
-    """The same of several contexts, which ended shortly after one another."""
+    """The same of several contexts with the same participants, which ended shortly after one another."""
 
-    contexts: tuple[CleanupAutogradContext, ...]
+    contexts: tuple[ContextId, ...]
+    told: tuple[WorkerId, ...]
 
 
 class CleanupAutogradContextReply(Message, frozen=True, tag=29):

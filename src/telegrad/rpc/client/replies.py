@@ -4,7 +4,7 @@ import torch
 
 from telegrad.errors import ProtocolError
 from telegrad.rpc.client.pending import Slot
-from telegrad.rpc.remote_errors import rebuild_exception
+from telegrad.rpc.remote_errors import rebuild_exception, rebuild_from_stranger
 from telegrad.wire.frames import FAILURE, Frame
 from telegrad.wire.messages import ExceptionReply
 
@@ -18,8 +18,9 @@ def reply_frame(slot: Slot) -> Frame:
     if frame.kind == FAILURE:
         if type(frame.message) is not ExceptionReply:
             raise ProtocolError(f"a failure came without an exception: {frame}")
-        payload = b"" if slot.link.runtime.layers.plain else frame.payload
-        raise rebuild_exception(frame.message, payload, frame.take_tensors())
+        if slot.link.runtime.layers.plain:
+            raise rebuild_from_stranger(frame.message, slot.link.member.name)
+        raise rebuild_exception(frame.message, frame.payload, frame.take_tensors())
     return frame
 
 

@@ -41,7 +41,8 @@ _PAUSE_SECONDS = 0.1
 _ACCEPT_RATE, _ACCEPT_BURST = 400.0, 1024.0
 _ACCEPT_PAUSE = 0.01
 # Of a burst so many seconds at a time, and then three times as long a pause: a thread that goes on and on keeps the
-# interpreter from those that serve calls for 5 ms at a time, and with TLS each connection costs a signature.
+# interpreter from those that serve calls for 5 ms at a time, and with TLS each connection costs a signature. Seconds of
+# the thread itself: on a busy machine it may have to wait between two connections, and workers of the job wait for it.
 _ACCEPT_SLICE, _PAUSE_FACTOR = 0.001, 3.0
 
 
@@ -109,7 +110,7 @@ class Acceptor:
 
     def _accept(self, listener: socket.socket | MemoryListener) -> None:
         rearm = functools.partial(self._rearm, listener)
-        began = time.monotonic()
+        began = time.thread_time()
         try:
             while True:
                 if not self._budget.take():
@@ -121,9 +122,9 @@ class Acceptor:
                     rearm()
                     return
                 self._begin(sock)
-                now = time.monotonic()
-                if now - began > _ACCEPT_SLICE:
-                    self._timer.at(now + _PAUSE_FACTOR * (now - began), rearm)
+                spent = time.thread_time() - began
+                if spent > _ACCEPT_SLICE:
+                    self._timer.at(time.monotonic() + _PAUSE_FACTOR * spent, rearm)
                     return
         except OSError as error:
             if listener.fileno() >= 0:

@@ -407,7 +407,8 @@ class Peers:
 
     def forget_all(self) -> None:
         """The agent has closed every link and session."""
-        self._links.clear()
-        self.by_name.clear()
-        self._sessions.clear()
-        self._callers.clear()
+        with self._lock:  # a thread may still hear a goodbye
+            self._links.clear()
+            self.by_name.clear()
+            self._sessions.clear()
+            self._callers.clear()
