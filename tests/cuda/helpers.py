@@ -10,6 +10,7 @@ from telegrad.rpc.current import require_agent
 from telegrad.transport.device.channel import DeviceChannel
 
 LONG = 300_000_000  # cycles, more than a tenth of a second: what does not wait for it comes too early
+SIZE = 2**18  # elements of a tensor that is neither small nor large
 
 
 def echo(value: Any) -> Any:
@@ -22,6 +23,19 @@ def device_of(value: Tensor) -> str:
 
 def add(x: Tensor, y: Tensor) -> Tensor:
     return x + y
+
+
+def slow(value: float) -> Tensor:
+    """A tensor that is `value` only after a long kernel."""
+    tensor = torch.zeros(SIZE, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    return tensor.add_(value)
+
+
+def plus_one_slowly(x: Tensor) -> Tensor:
+    torch.cuda._sleep(LONG)
+    return x + 1
 
 
 def channel_to(name: str) -> DeviceChannel:

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from telegrad import rpc
 from tests.cluster import Cluster, cluster
-from tests.cuda.helpers import LONG, echo, warm
-
-SIZE = 2**18
+from tests.cuda.helpers import LONG, SIZE, echo, plus_one_slowly, slow, warm
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["blocks", "direct"])
@@ -26,19 +24,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 def ready(pair: Cluster) -> None:
     warm()
     warm("worker0")
-
-
-def slow(value: float) -> Tensor:
-    """A tensor that is `value` only after a long kernel."""
-    tensor = torch.zeros(SIZE, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
-    return tensor.add_(value)
-
-
-def plus_one_slowly(x: Tensor) -> Tensor:
-    torch.cuda._sleep(LONG)
-    return x + 1
 
 
 # --- coroutines and futures ---

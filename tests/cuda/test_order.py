@@ -12,28 +12,13 @@ from torch import Tensor
 
 from telegrad import autograd, rpc
 from tests.cluster import Cluster
-from tests.cuda.helpers import LONG, add, echo, warm
-
-SIZE = 2**18
+from tests.cuda.helpers import LONG, SIZE, add, echo, plus_one_slowly, slow, warm
 
 
 @pytest.fixture(autouse=True)
 def ready(pair: Cluster) -> None:
     warm()
     warm("worker0")
-
-
-def slow(value: float, size: int = SIZE) -> Tensor:
-    """A tensor that is `value` only after a long kernel."""
-    tensor = torch.zeros(size, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
-    return tensor.add_(value)
-
-
-def plus_one_slowly(x: Tensor) -> Tensor:
-    torch.cuda._sleep(LONG)
-    return x + 1
 
 
 def test_the_callee_sees_what_the_caller_had_enqueued() -> None:

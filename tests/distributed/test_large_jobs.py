@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,16 @@ def started() -> Iterator[list[Any]]:
         end(processes, patience=0)
 
 
+def end_all(others: Iterable[str], started: list[Any]) -> None:
+    """All leave, those that were started and this one."""
+    for name in others:
+        rpc.rpc_sync(name, leave)
+    rpc.shutdown(timeout=60)
+    for each in started:
+        each.join(60)
+        assert each.exitcode == 0
+
+
 def test_a_pass_goes_through_workers_that_do_not_know_its_root(anywhere: str, started: list[Any]) -> None:
     started += [process(serve_until_told, f"worker{rank}", rank, 3, anywhere) for rank in (1, 2)]
     join_large("worker0", 0, 3, anywhere)
@@ -77,12 +87,7 @@ def test_a_pass_goes_through_workers_that_do_not_know_its_root(anywhere: str, st
     assert gradients[x].tolist() == [3.0, 3.0] and gradients[factor].tolist() == [1.0, 1.0]
     assert rpc.rpc_sync("worker1", known) == ["worker0", "worker1", "worker2"]
     assert [info.name for info in rpc.get_worker_infos()] == ["worker0", "worker1", "worker2"]
-    for name in ("worker1", "worker2"):
-        rpc.rpc_sync(name, leave)
-    rpc.shutdown(timeout=60)
-    for each in started:
-        each.join(60)
-        assert each.exitcode == 0
+    end_all(("worker1", "worker2"), started)
 
 
 def test_the_first_rank_is_killed_and_started_again(anywhere: str, started: list[Any]) -> None:
@@ -98,9 +103,4 @@ def test_the_first_rank_is_killed_and_started_again(anywhere: str, started: list
     assert rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker0", os.getpid), again) == started[0].pid
     for other in ("worker1", "worker2"):
         assert rpc.rpc_sync("worker0", rpc.rpc_sync, (other, os.getpid)) > 0
-    for name in ("worker0", "worker2"):
-        rpc.rpc_sync(name, leave)
-    rpc.shutdown(timeout=60)
-    for each in started:
-        each.join(60)
-        assert each.exitcode == 0
+    end_all(("worker0", "worker2"), started)

@@ -22,7 +22,8 @@ from telegrad.rpc.peers.connect import Connector
 from telegrad.rpc.peers.given_up import GivenUpCalls
 from telegrad.rpc.peers.heartbeat import Heartbeat
 from telegrad.rpc.peers.idle_memory import IdleMemory
-from telegrad.rpc.peers.peers import MemberRecords, Peers
+from telegrad.rpc.peers.member_records import MemberRecords
+from telegrad.rpc.peers.peers import Peers
 from telegrad.rpc.request import Request
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.stuck_threads import StuckThreads

@@ -8,9 +8,9 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 from telegrad.errors import AuthenticationError, NotInitialized, ProtocolError, UnknownWorker, WorkerDied
@@ -18,6 +18,7 @@ from telegrad.ids import Incarnation, WorkerId, generation_of
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.outcomes import LinkEvents
 from telegrad.rpc.peers.liveness import Action, Liveness
+from telegrad.rpc.peers.member_records import MemberRecords
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.session import Session, SessionEvents
 from telegrad.rpc.workers import Directory, Member, WorkerInfo
@@ -42,32 +43,6 @@ def _key(hello: Hello) -> tuple[int, int, int]:
 
 class PeerEvents(LinkEvents, SessionEvents, Protocol):
     """Whom the links and sessions made here tell what happens to them."""
-
-
-class MemberRecords(Protocol):
-    """The log of members in the rendezvous store (`job/rendezvous/member_log.py`), as far as it is needed here."""
-
-    store: Any
-    reads_all: bool  # whether all records are given when one is asked about
-
-    @property
-    def is_settling(self) -> bool:
-        """Whether records that are not there may come in a moment, since the store was lost."""
-
-    def news(self, take: Callable[[list[Member]], None], about: str | int | None = None) -> None:
-        """Give the records appended since the last time to `take`, at least the one `about` a worker."""
-
-    def publish(self, member: Member) -> bool:
-        """Append a record."""
-
-    def end_job(self) -> None:
-        """All workers have left."""
-
-    def say_last(self, member: Member) -> None:
-        """Tell those who monitor the store the last record of this worker, if the store ends with it."""
-
-    def lose(self) -> None:
-        """Let the store go."""
 
 
 class Peers:
