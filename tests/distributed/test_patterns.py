@@ -125,6 +125,23 @@ def test_as_completed(trio: Cluster) -> None:
 # --- many calls ---
 
 
+def test_a_callback_may_wait_for_what_others_answer_at_the_same_time(trio: Cluster) -> None:
+    """Answers that come together are read by one thread; a callback of one that waits for the others keeps none."""
+    names = [f"worker{1 + number % 2}" for number in range(6)]
+    for _ in range(20):
+        futures = [rpc.rpc_async(name, torch.add, args=(torch.ones(1), 1)) for name in names]
+        waiting = [
+            future.then(lambda _, others=futures: sum(float(each.value()) for each in _all_of(others)))
+            for future in futures
+        ]
+        assert [future.wait() for future in waiting] == [12.0] * 6
+
+
+def _all_of(futures: list[Any]) -> list[Any]:
+    torch.futures.wait_all(futures)  # in C++, where no thread of ours reads
+    return futures
+
+
 def test_a_batch_gives_each_call_its_own_result(trio: Cluster) -> None:
     with rpc.batch() as batch:
         futures = [batch.rpc_async(f"worker{1 + n % 2}", pow, (n, 2)) for n in range(20)]

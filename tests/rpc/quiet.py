@@ -39,6 +39,20 @@ class QuietIoThreads:
     def sleeping(self, change: int) -> None: ...
 
 
+class QuietReplyEvents:
+    """Answers come when the test says so."""
+
+    def register(self, fd: int, reader: object) -> None: ...
+
+    def arm(self, fd: int, alone: bool = False) -> None: ...
+
+    def disarm(self, fd: int) -> None: ...
+
+    def forget(self, fd: int) -> None: ...
+
+    def asked(self, now: float) -> None: ...
+
+
 class QuietTimer:
     """Its time never comes."""
 
@@ -88,6 +102,7 @@ class QuietRuntime:
         self.options = RpcBackendOptions()
         self.layers = Layers()
         self.io_threads = QuietIoThreads()
+        self.reply_events = QuietReplyEvents()
         self.timer = QuietTimer()
         self.delayed_flush = FlushAtOnce()
         self.helpers = QuietHelpers()

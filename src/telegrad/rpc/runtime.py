@@ -10,6 +10,7 @@ from telegrad.rpc.layer import Layers
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.threads.delayed_flush import DelayedFlush
 from telegrad.rpc.threads.io_threads import IoThreads
+from telegrad.rpc.threads.reply_events import ReplyEvents
 from telegrad.rpc.threads.timer import Timer
 from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.workers import WorkerInfo
@@ -28,6 +29,7 @@ class Runtime:
         self.options = options
         self.layers = Layers()
         self.io_threads = IoThreads(name, options.num_worker_threads)
+        self.reply_events = ReplyEvents(self.io_threads)
         self.helpers = Helpers(name)  # copy parts of large tensors
         self.part_threads = PartThreads(name)  # send and receive parts of large tensors
         self.timer = Timer(name)
@@ -42,11 +44,13 @@ class Runtime:
     def start(self) -> None:
         """Start the first threads."""
         self.io_threads.start()
+        self.reply_events.start()
         self.timer.start()
 
     def close(self) -> None:
         """End the threads."""
         self.timer.close()
         self.io_threads.close()
+        self.reply_events.close()
         self.helpers.close()
         self.part_threads.close()

@@ -40,31 +40,41 @@ class Completion:
         return slot.complete is not None and not slot.attended
 
     def by_io_thread(self, slots: list[Slot]) -> None:
-        """Complete what was read."""
+        """Complete what was read. Of several, what may run a user's code comes last, and each in a thread of its own:
+        one may wait for another."""
+        if len(slots) > 1:
+            slots = self._complete_plain(slots, None)
+            if len(slots) > 1:
+                self._hand_over(slots[1:])
+                slots = slots[:1]
         for slot in slots:
-            complete = slot.complete
-            if complete is not None:  # else its caller came for the reply itself, and was first
-                complete(slot)
+            _complete(slot)
 
-    def by_caller(self, slots: list[Slot], own: Slot) -> None:
-        """The same in the thread of a user. What it came for itself, its `own` if that is attended, it will take."""
-        for_others = []
+    def by_caller(self, slots: list[Slot], own: Slot | None) -> None:
+        """The same in a thread that may run nothing of a user's: a user's own, or one with more to complete. What the
+        first came for itself, its `own` if that is attended, it will take."""
+        for_others = self._complete_plain(slots, own)
+        if for_others:
+            self._hand_over(for_others)
+
+    def _complete_plain(self, slots: list[Slot], own: Slot | None) -> list[Slot]:
+        """Complete what runs no user's code. Returns the others."""
+        others = []
         for slot in slots:
             future = slot.future
             if future is None:
                 if slot.attended:
                     if slot is not own:
-                        for_others.append(slot)
+                        others.append(slot)
                     continue
             else:
                 future.settling = True  # before looking: see `Future.add_done_callback`
                 if future.has_callbacks:
                     future.settling = False
-                    for_others.append(slot)
+                    others.append(slot)
                     continue
-            self.by_io_thread([slot])
-        if for_others:
-            self._hand_over(for_others)
+            _complete(slot)
+        return others
 
     def settle(self, slots: list[Slot]) -> None:
         """Slots that were taken out of the table have an error: their time is up, or the worker is gone."""
@@ -73,7 +83,14 @@ class Completion:
             self._hand_over(unfinished)
 
     def _hand_over(self, slots: list[Slot]) -> None:
-        if self._runtime.closing:  # no thread may be left
-            self.by_io_thread(slots)
-        else:
-            self._runtime.io_threads.submit(partial(self.by_io_thread, slots))
+        for slot in slots:
+            if self._runtime.closing:  # no thread may be left
+                _complete(slot)
+            else:
+                self._runtime.io_threads.submit(partial(_complete, slot))
+
+
+def _complete(slot: Slot) -> None:
+    complete = slot.complete
+    if complete is not None:  # else its caller came for the reply itself, and was first
+        complete(slot)

@@ -34,7 +34,6 @@ class Connecting:
 
     def __init__(self, runtime: Runtime, events: LinkEvents, member: Member, number: int) -> None:
         self.runtime = runtime
-        self._io_threads = runtime.io_threads
         self._events = events
         self.member = member
         self.number = number
@@ -109,7 +108,7 @@ class Connecting:
         self.replies.receiver.last_heard = time.monotonic()
         connection.after_hold = self.replies.arm_if_awaited
         connection.copier.ask_for_help = self.runtime.helpers.ask
-        self._io_threads.register(connection.stream.fileno(), self.replies.readable, armed=False)
+        self.runtime.reply_events.register(connection.stream.fileno(), self.replies)
         self.current = connection  # only now may others send: what came before is on its way
         self.settled.set()
         return connection
@@ -150,7 +149,7 @@ class Connecting:
         with self._dial_lock:
             if self.current is not connection:
                 return  # another thread noticed first
-            self._io_threads.forget(connection.stream.fileno())
+            self.runtime.reply_events.forget(connection.stream.fileno())
             connection.close()
             self.settled.clear()
             self.current = None
@@ -167,7 +166,7 @@ class Connecting:
         """The worker sends nonsense: fail what waits for it, and nothing else."""
         with self._dial_lock:
             if self.current is connection:
-                self._io_threads.forget(connection.stream.fileno())
+                self.runtime.reply_events.forget(connection.stream.fileno())
                 connection.close()
                 self.current = None
         waiting = self.pending.take_all()
@@ -181,7 +180,7 @@ class Connecting:
             self.dead = error
             connection, self.current = self.current, None
         if connection is not None:
-            self._io_threads.forget(connection.stream.fileno())
+            self.runtime.reply_events.forget(connection.stream.fileno())
             connection.close()
         waiting = self.pending.take_all()
         for slot in waiting:

@@ -98,7 +98,7 @@ class Link(Connecting):
         connection = self.current or self._connection_for(slot)
         ack = self.pending.admit(slot)  # before sending: the reply may come first
         unattended = complete is not None and not attended
-        hold = unattended and self._unwaited(slot)
+        hold = unattended and self._unwaited(slot, now)
         try:
             limit = deadline if timeout else None
             if type(memory) is bytes and len(payload) < SMALL_PAYLOAD:
@@ -138,12 +138,13 @@ class Link(Connecting):
             self.replies.arm()
         return slot
 
-    def _unwaited(self, slot: Slot) -> bool:
+    def _unwaited(self, slot: Slot, now: float) -> bool:
         """A request whose deadline no caller's own thread keeps. Whether it may wait a moment to be sent: in a burst of
         calls nobody waits for yet, small ones share a write, and the reader of replies sends them on."""
         if slot.deadline < self.pending.next_deadline:
             self.pending.next_deadline = slot.deadline
             self.runtime.timer.at(slot.deadline, self.expire)
+        self.runtime.reply_events.asked(now)
         return len(self.pending.slots) > BURST_CALLS
 
     def _record(self, slot: Slot, message: AnyMessage, payload: bytes, specs: Any, memory: Any) -> None:

@@ -52,6 +52,7 @@ class ReplyReader:
     def __init__(self, link: ReadLink) -> None:
         self._link = link
         self._io_threads = link.runtime.io_threads
+        self._events = link.runtime.reply_events
         self._pending = link.pending
         self._slots = link.pending.slots
         self._completion = link.completion
@@ -189,7 +190,7 @@ class ReplyReader:
         """Under the lock: a thread reads itself what the I/O threads look for."""
         connection = self._link.current
         if connection is not None:
-            self._io_threads.disarm(connection.stream.fileno())
+            self._events.disarm(connection.stream.fileno())
 
     def _end(self, read: list[Slot], own: Slot) -> None:
         """This thread, which waits for `own`, reads no more: hand on the reading, then complete what it has read."""
@@ -215,7 +216,7 @@ class ReplyReader:
             connection.flush_within(BURST)  # calls keep coming: read their replies together
         else:
             self.state = ARMED
-            self._io_threads.arm(connection.stream.fileno())
+            self._events.arm(connection.stream.fileno(), alone=bool(connection.reserved))
 
     def arm(self) -> None:
         """Have the I/O threads look for replies, unless a thread reads already."""
@@ -223,7 +224,7 @@ class ReplyReader:
             connection = self._link.current
             if self.state is IDLE and connection is not None:
                 self.state = ARMED
-                self._io_threads.arm(connection.stream.fileno())
+                self._events.arm(connection.stream.fileno())
 
     def arm_if_awaited(self) -> None:
         """What was held back has been written: notices, which have no reply, or requests as well."""
@@ -238,10 +239,14 @@ class ReplyReader:
 
     def readable(self) -> None:
         """I/O thread: a reply came, or the worker ended while nothing was expected of it."""
+        self.complete(self.gather(), alone=True)
+
+    def gather(self) -> list[Slot]:
+        """I/O thread: read what came; the slots that are to be completed."""
         with self._lock:
             connection = self._link.current
             if self.state is READING or connection is None:
-                return
+                return []
             self.state = READING
         read: list[Slot] = []
         try:
@@ -254,8 +259,15 @@ class ReplyReader:
                 self._pass_on()
                 if self.state is IDLE and self._link.current is connection:
                     # The event that woke the I/O threads is spent: have the kernel tell of the worker's end again.
-                    self._io_threads.disarm(connection.stream.fileno())
-            self._completion.by_io_thread(read)
+                    self._events.disarm(connection.stream.fileno())
+        return read
+
+    def complete(self, gathered: list[Slot], alone: bool) -> None:
+        """I/O thread: complete what was gathered; with answers of other links behind it, nothing that may take long."""
+        if alone:
+            self._completion.by_io_thread(gathered)
+        else:
+            self._completion.by_caller(gathered, None)
 
 
 # Where a caller reads in person it waits here; the reading is passed on whatever comes of it.

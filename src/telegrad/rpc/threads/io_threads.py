@@ -18,8 +18,8 @@ from telegrad.rpc.threads import os_thread
 
 log = logging.getLogger("telegrad.rpc")
 
-_ONCE = select.EPOLLIN | select.EPOLLONESHOT
-_END_ONLY = select.EPOLLRDHUP  # not armed: nothing but the end of the stream
+ONCE = select.EPOLLIN | select.EPOLLONESHOT
+END_ONLY = select.EPOLLRDHUP  # not armed: nothing but the end of the stream
 _IDLE_SECONDS = 10.0
 _KEEP_IDLE = 2
 _MOMENT = 0.1  # for what is handled without user code, with much to spare
@@ -58,19 +58,28 @@ class IoThreads:
     def register(self, fd: int, handler: Callable[[], None], *, armed: bool) -> None:
         """Call `handler` in an I/O thread when `fd` is readable, once for each time it is armed."""
         self._handlers[fd] = handler
-        self._epoll.register(fd, _ONCE if armed else _END_ONLY)
+        self._epoll.register(fd, ONCE if armed else END_ONLY)
 
     def arm(self, fd: int) -> None:
         """Wait for the next event of `fd`."""
         try:
-            self._epoll.modify(fd, _ONCE)
+            self._epoll.modify(fd, ONCE)
         except (FileNotFoundError, ValueError, OSError):
             pass  # closed meanwhile: whoever closed it has dealt with its end
+
+    def arm_too(self, fd: int, handler: Callable[[], None]) -> None:
+        """The same for the next event of a descriptor that somebody else watches."""
+        known = fd in self._handlers
+        self._handlers[fd] = handler
+        if known:
+            self.arm(fd)
+        else:
+            self._epoll.register(fd, ONCE)
 
     def disarm(self, fd: int) -> None:
         """A thread is reading `fd` itself, or nothing is expected: call the handler for the end of the stream only."""
         try:
-            self._epoll.modify(fd, _END_ONLY)
+            self._epoll.modify(fd, END_ONLY)
         except (FileNotFoundError, ValueError, OSError):
             pass
 

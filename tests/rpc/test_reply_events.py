@@ -1,0 +1,128 @@
+"""What comes over many links is read by one thread, and nothing that follows from it keeps others waiting."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from telegrad.rpc.threads.io_threads import IoThreads
+from telegrad.rpc.threads.reply_events import ReplyEvents
+from tests.waiting import wait_until
+
+
+class Link:
+    """One end of a socket whose bytes are answers."""
+
+    def __init__(self, events: ReplyEvents) -> None:
+        self.near, self.far = socket.socketpair()
+        self.near.setblocking(False)
+        self._events = events
+        self.readers: list[int] = []  # threads that read
+        self.completed: list[bytes] = []
+        self.alone: list[bool] = []
+        self.blocks: threading.Event | None = None
+        self.fails = False
+        events.register(self.near.fileno(), self)
+
+    def answer(self, text: bytes = b"x") -> None:
+        self.far.send(text)
+
+    def arm(self, alone: bool = False) -> None:
+        self._events.arm(self.near.fileno(), alone)
+
+    def gather(self) -> list[Any]:
+        self.readers.append(threading.get_ident())
+        if self.fails:
+            raise RuntimeError("cannot be read")
+        return [self.near.recv(100)]
+
+    def complete(self, gathered: list[Any], alone: bool) -> None:
+        if self.blocks is not None:
+            assert self.blocks.wait(60)
+        self.alone.append(alone)
+        self.completed += gathered
+
+    def readable(self) -> None:
+        self.complete(self.gather(), alone=True)
+
+    def close(self) -> None:
+        self._events.forget(self.near.fileno())
+        self.near.close()
+        self.far.close()
+
+
+@pytest.fixture
+def events() -> Iterator[ReplyEvents]:
+    threads = IoThreads("test", 4)
+    threads.start()
+    made = ReplyEvents(threads)
+    made.start()
+    yield made
+    threads.close()
+    made.close()
+
+
+@pytest.fixture
+def links(events: ReplyEvents) -> Iterator[list[Link]]:
+    made = [Link(events) for _ in range(8)]
+    yield made
+    for link in made:
+        link.close()
+
+
+def test_answers_of_many_links_are_read_by_one_thread(events: ReplyEvents, links: list[Link]) -> None:
+    for link in links:
+        link.answer()
+    for link in links:
+        events.asked(now=1e12)  # as late as can be: whoever reads waits until all are armed
+        link.arm()
+    wait_until(lambda: all(link.completed for link in links))
+    assert len({reader for link in links for reader in link.readers}) == 1
+    assert not any(alone for link in links for alone in link.alone)
+
+
+def test_each_answer_is_read_when_its_link_is_armed(links: list[Link]) -> None:
+    for number in range(20):
+        for link in links:
+            link.answer(b"%d" % number)
+            link.arm()
+        wait_until(lambda number=number: all(len(link.completed) == number + 1 for link in links))
+    assert links[0].completed == [b"%d" % number for number in range(20)]
+
+
+def test_what_follows_from_one_answer_keeps_no_other_link_waiting(links: list[Link]) -> None:
+    slow, *others = links
+    slow.blocks = threading.Event()
+    slow.answer()
+    slow.arm()
+    wait_until(lambda: bool(slow.readers))
+    for link in others:
+        link.answer()
+        link.arm()
+    wait_until(lambda: all(link.completed for link in others))
+    assert not slow.completed
+    slow.blocks.set()
+    wait_until(lambda: bool(slow.completed))
+
+
+def test_a_link_that_cannot_be_read_keeps_no_other_waiting(links: list[Link]) -> None:
+    links[0].fails = True
+    for link in links:
+        link.answer()
+        link.arm()
+    wait_until(lambda: all(link.completed for link in links[1:]))
+
+
+def test_a_link_may_have_a_thread_of_its_own(links: list[Link]) -> None:
+    for number in range(3):  # and back: a large answer, then small ones
+        for alone in (True, False):
+            links[0].answer()
+            links[0].arm(alone)
+            wait_until(lambda number=number, alone=alone: len(links[0].completed) == 2 * number + (1 if alone else 2))
+
+
+def test_the_end_of_a_link_is_seen_though_nothing_is_expected(links: list[Link]) -> None:
+    links[3].far.close()
+    wait_until(lambda: links[3].completed[:1] == [b""])
