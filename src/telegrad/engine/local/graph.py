@@ -46,6 +46,7 @@ class Entered(Protocol):
 _ANCHOR = ANCHOR.node
 _node_of: Callable[[Any], Any] = itemgetter(0)  # of an edge, in whichever form
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
+_LARGE_ON_GPU = 32 * 2**20  # the same where a copy of a megabyte takes a microsecond, and the node as long as ever
 _MANY = 4 * 1024  # elements of a gradient that may be so large
 _get_state = torch._C._get_obj_in_tls
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -274,7 +275,7 @@ class Graph:
 
 
 def _is_large(gradient: Tensor) -> bool:
-    return gradient.layout is torch.strided and gradient.nbytes >= _LARGE
+    return gradient.layout is torch.strided and gradient.nbytes >= (_LARGE_ON_GPU if gradient.is_cuda else _LARGE)
 
 
 def reached_from(roots: Iterable[Root]) -> dict[Node, None]:
