@@ -52,6 +52,8 @@ class QuietReplyEvents:
 
     def asked(self, now: float) -> None: ...
 
+    def others_may_read(self) -> None: ...
+
 
 class QuietTimer:
     """Its time never comes."""

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +24,8 @@ class Link:
         self.alone: list[bool] = []
         self.blocks: threading.Event | None = None
         self.fails = False
+        self.fails_to_complete = False
+        self.while_read: Callable[[], None] = lambda: None
         events.register(self.near.fileno(), self)
 
     def answer(self, text: bytes = b"x") -> None:
@@ -36,11 +38,14 @@ class Link:
         self.readers.append(threading.get_ident())
         if self.fails:
             raise RuntimeError("cannot be read")
+        self.while_read()
         return [self.near.recv(100)]
 
     def complete(self, gathered: list[Any], alone: bool) -> None:
         if self.blocks is not None:
             assert self.blocks.wait(60)
+        if self.fails_to_complete:
+            raise RuntimeError("cannot be completed")
         self.alone.append(alone)
         self.completed += gathered
 
@@ -62,6 +67,11 @@ def events() -> Iterator[ReplyEvents]:
     yield made
     threads.close()
     made.close()
+
+
+@pytest.fixture
+def threads(events: ReplyEvents) -> IoThreads:
+    return events._io_threads
 
 
 @pytest.fixture
@@ -126,3 +136,83 @@ def test_a_link_may_have_a_thread_of_its_own(links: list[Link]) -> None:
 def test_the_end_of_a_link_is_seen_though_nothing_is_expected(links: list[Link]) -> None:
     links[3].far.close()
     wait_until(lambda: links[3].completed[:1] == [b""])
+
+
+def test_a_link_can_be_nudged_from_the_start(threads: IoThreads, links: list[Link]) -> None:
+    """The last part of a large answer may come over another descriptor before the link has had a thread of its own."""
+    links[0].answer()
+    threads.nudge(links[0].near.fileno())
+    wait_until(lambda: links[0].completed == [b"x"])
+
+
+def test_a_link_may_be_forgotten_as_it_is_armed(
+    events: ReplyEvents, threads: IoThreads, links: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads arms it, another finds that the connection has ended."""
+    fd, epoll = links[0].near.fileno(), events._epoll
+
+    class Overtaken:
+        def modify(self, fd: int, mask: int) -> None:
+            epoll.modify(fd, mask)
+            events.forget(fd)
+
+        def unregister(self, fd: int) -> None:
+            epoll.unregister(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(events, "_epoll", Overtaken())
+        links[0].arm(alone=True)
+    assert fd not in threads._handlers  # or the next descriptor of that number would be taken for this one
+    links[0].near.close()
+    following = Link(events)
+    following.answer()
+    following.arm(alone=True)
+    wait_until(lambda: following.completed == [b"x"])
+    following.close()
+
+
+def test_an_answer_that_leads_to_an_error_keeps_no_other_from_being_completed(
+    events: ReplyEvents, links: list[Link]
+) -> None:
+    links[0].fails_to_complete = True
+    for link in links:
+        link.answer()
+    for link in links:
+        events.asked(now=1e12)  # so that all are read together
+        link.arm()
+    wait_until(lambda: all(link.completed for link in links[1:]))
+
+
+def test_what_was_read_as_the_agent_ends_is_completed() -> None:
+    threads = IoThreads("test", 4)
+    events = ReplyEvents(threads)
+    link = Link(events)
+    link.while_read = events.close
+    link.answer()
+    link.arm()
+    events._take()
+    assert link.completed == [b"x"]
+    link.near.close()
+    link.far.close()
+    threads.close()
+
+
+def test_a_thread_that_reads_may_let_another_read_the_rest(events: ReplyEvents, links: list[Link]) -> None:
+    """As it finds that a connection has ended: it may have to wait for the thread that dials again."""
+    slow, *others = links
+    dialled = threading.Event()
+
+    def lose() -> None:
+        events.others_may_read()
+        assert dialled.wait(60)
+
+    slow.while_read = lose
+    slow.answer()
+    slow.arm()
+    wait_until(lambda: bool(slow.readers))
+    for link in others:
+        link.answer()
+        link.arm()
+    wait_until(lambda: all(link.completed for link in others))
+    dialled.set()
+    wait_until(lambda: bool(slow.completed))

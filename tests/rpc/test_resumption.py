@@ -63,6 +63,7 @@ class End:
         self.copier = QuietCopier()
         self.came: list[Frame] = []  # what there is to read
         self.outbox = ()  # the test flushes
+        self.reserved = 0  # nothing is large
 
     def send(
         self,
@@ -85,9 +86,10 @@ class End:
                 raise ConnectionResetError("cut")
         return None
 
-    def mention(self, message: AnyMessage, ack: int = 0, within: float = 0.0) -> None:
-        self.send(FrameKind.NOTICE, 0, ack, message, hold=True)
-        self.flush()
+    def mention(self, message: AnyMessage, ack: int = 0, within: float = 0.0, payload: bytes = b"") -> None:
+        self.send(FrameKind.NOTICE, 0, ack, message, payload, hold=True)
+        if type(message) is not Ack:  # that goes with the next message
+            self.flush()
 
     def send_encoded(self, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
         found = decode_record(frame[HEADER.size :])

@@ -119,10 +119,10 @@ class FaultyConnection:
         else:
             self._connection.send_encoded(frame, deadline, hold)
 
-    def mention(self, message: AnyMessage, ack: int = 0, within: float = 0.0) -> None:
+    def mention(self, message: AnyMessage, ack: int = 0, within: float = 0.0, payload: bytes = b"") -> None:
         """The same for a notice that need not arrive."""
         with contextlib.suppress(OSError):
-            self.send(NOTICE, 0, ack, message, hold=True)
+            self.send(NOTICE, 0, ack, message, payload, hold=True)
             self._connection.flush()
 
     def _queue(self, seconds: float, frame: tuple[Any, ...]) -> None:

@@ -92,10 +92,10 @@ class Outgoing:
                 self._write_lock.release()
         self._has_written()
 
-    def mention(self, message: AnyMessage, ack: int = 0, within: float = 0.0) -> None:
+    def mention(self, message: AnyMessage, ack: int = 0, within: float = 0.0, payload: bytes = b"") -> None:
         """Send a notice that need not arrive, without waiting: at once, or `within` some seconds."""
         if len(self.outbox) < _MOST_MENTIONED:
-            self.outbox.append(encode_whole(NOTICE, 0, ack, message))
+            self.outbox.append(encode_whole(NOTICE, 0, ack, message, payload))
             if within:
                 self.flush_within(within)
             else:

@@ -69,9 +69,11 @@ class Receiver:
             frames = None
         except ProtocolError as error:
             log.error("closing the connection to %s: %s", self._link.member.name, error)
+            self._runtime.reply_events.others_may_read()
             self._link.break_off(connection, error)
             return
         if frames is None:
+            self._runtime.reply_events.others_may_read()  # another thread may be dialling again, and hold the lock
             self._link.lost(connection)
             return
         self.last_heard = time.monotonic()
@@ -122,6 +124,7 @@ class Receiver:
 
     def _hear(self, message: AnyMessage) -> None:
         if type(message) is Goodbye:
+            self._runtime.reply_events.others_may_read()  # those who are told of it may have to tell others
             self._link.said_goodbye(message.ending)
         elif type(message) is Exhausted:
             self._link.exhausted = (time.monotonic(), message.threads, message.running)
@@ -129,6 +132,7 @@ class Receiver:
     def _hear_late(self, frame: Frame) -> None:
         """Nobody waits for this reply: its caller gave up, or it is a second copy."""
         if self._pending.is_late(frame.request_id):
+            self._runtime.reply_events.others_may_read()
             for layer in self._runtime.layers:
                 layer.on_late_reply(frame, self._link.member.worker_id)
 
@@ -142,8 +146,4 @@ class Receiver:
         named = array.array("Q")
         if received and max(received) >= lowest:
             named.extend([request_id for request_id in received if request_id >= lowest])
-        try:
-            connection.send(NOTICE, 0, lowest, Ack(), named.tobytes(), hold=True)
-            connection.flush_within(LAZY)
-        except (OSError, ValueError):
-            log.debug("an acknowledgement to %s was not delivered", self._link.member.name)
+        connection.mention(Ack(), lowest, LAZY, named.tobytes())  # it never waits: this thread reads

@@ -60,6 +60,7 @@ class ReplyReader:
         self._receive = self.receiver.receive
         self.state = IDLE
         self.last_asked = 0.0  # when a call was held back in a burst
+        self._postponed = False  # whether the I/O threads are to look once that burst is over
         self._lock = threading.Lock()
         self._waiters: deque[Slot] = deque()
         self._spinner = Spinner()
@@ -213,9 +214,11 @@ class ReplyReader:
         if connection is None or not (waiting or self._pending.given_up):
             return
         if waiting > BURST_CALLS and time.monotonic() - self.last_asked < BURST:
-            connection.flush_within(BURST)  # calls keep coming: read their replies together
+            self._postponed = True  # calls keep coming: read their replies together
+            connection.flush_within(BURST)
         else:
             self.state = ARMED
+            self._postponed = False
             self._events.arm(connection.stream.fileno(), alone=bool(connection.reserved))
 
     def arm(self) -> None:
@@ -224,11 +227,12 @@ class ReplyReader:
             connection = self._link.current
             if self.state is IDLE and connection is not None:
                 self.state = ARMED
-                self._events.arm(connection.stream.fileno())
+                self._postponed = False
+                self._events.arm(connection.stream.fileno(), alone=bool(connection.reserved))
 
     def arm_if_awaited(self) -> None:
         """What was held back has been written: notices, which have no reply, or requests as well."""
-        if self._pending.given_up or self._pending.any_unattended():
+        if self._postponed or self._pending.given_up or self._pending.any_unattended():
             self.arm()
 
     def disarmed(self) -> None:
@@ -239,10 +243,11 @@ class ReplyReader:
 
     def readable(self) -> None:
         """I/O thread: a reply came, or the worker ended while nothing was expected of it."""
-        self.complete(self.gather(), alone=True)
+        self.complete(self.gather(alone=True), alone=True)
 
-    def gather(self) -> list[Slot]:
-        """I/O thread: read what came; the slots that are to be completed."""
+    def gather(self, alone: bool = False) -> list[Slot]:
+        """I/O thread: read what came; the slots that are to be completed. With other links behind it, not the whole of
+        a large answer, which may keep coming as fast as it is read: it gets a thread that is `alone` with it."""
         with self._lock:
             connection = self._link.current
             if self.state is READING or connection is None:
@@ -252,6 +257,8 @@ class ReplyReader:
         try:
             self._receive(connection, read)
             while len(read) < _MOST_READ and not connection.closed and connection.stream.readable(0):
+                if connection.reserved and not alone:
+                    break
                 self._receive(connection, read)
         finally:
             with self._lock:

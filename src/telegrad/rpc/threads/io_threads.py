@@ -67,14 +67,10 @@ class IoThreads:
         except (FileNotFoundError, ValueError, OSError):
             pass  # closed meanwhile: whoever closed it has dealt with its end
 
-    def arm_too(self, fd: int, handler: Callable[[], None]) -> None:
-        """The same for the next event of a descriptor that somebody else watches."""
-        known = fd in self._handlers
+    def stand_by(self, fd: int, handler: Callable[[], None]) -> None:
+        """Call `handler` when `fd` is armed and readable, or nudged; until then somebody else watches it."""
         self._handlers[fd] = handler
-        if known:
-            self.arm(fd)
-        else:
-            self._epoll.register(fd, ONCE)
+        self._epoll.register(fd, select.EPOLLONESHOT)
 
     def disarm(self, fd: int) -> None:
         """A thread is reading `fd` itself, or nothing is expected: call the handler for the end of the stream only."""

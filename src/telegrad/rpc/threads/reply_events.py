@@ -56,6 +56,7 @@ class ReplyEvents:
     def register(self, fd: int, reader: Reader) -> None:
         """Read what comes on `fd` when it is armed, and its end in any case."""
         self._readers[fd] = reader
+        self._io_threads.stand_by(fd, reader.readable)  # from the start: parts of an answer come over other descriptors
         self._epoll.register(fd, END_ONLY)
 
     def arm(self, fd: int, alone: bool = False) -> None:
@@ -63,7 +64,7 @@ class ReplyEvents:
         with contextlib.suppress(*_GONE):
             if alone:
                 self._epoll.modify(fd, select.EPOLLONESHOT)
-                self._io_threads.arm_too(fd, self._readers[fd].readable)
+                self._io_threads.arm(fd)
             else:
                 self._epoll.modify(fd, ONCE)
 
@@ -84,6 +85,10 @@ class ReplyEvents:
         self._asked += 1
         self._last_asked = now
 
+    def others_may_read(self) -> None:
+        """What this thread does now may take long, and it may be the one that reads: let another come for the rest."""
+        self._io_threads.arm(self._fd)
+
     def _take(self) -> None:
         """I/O thread: answers have come."""
         self._let_ask()
@@ -97,13 +102,13 @@ class ReplyEvents:
                     reader = self._readers.get(fd)
                     if reader is not None and (found := self._gather(reader)):
                         gathered.append((reader, found))
-        except ValueError:  # the agent has ended
-            return
+        except (ValueError, OSError):
+            pass  # the agent has ended; but somebody may wait for what came before
         finally:
             self._io_threads.arm(self._fd)
         alone = len(gathered) == 1
         for reader, found in gathered:
-            reader.complete(found, alone)
+            self._complete(reader, found, alone)
 
     def _let_ask(self) -> None:
         """If more was asked than what is answered first, a thread may be asking one worker after the other: let it."""
@@ -119,6 +124,12 @@ class ReplyEvents:
         except Exception:
             log.exception("an answer could not be read; the other links go on")
             return []
+
+    def _complete(self, reader: Reader, found: list[Any], alone: bool) -> None:
+        try:
+            reader.complete(found, alone)
+        except Exception:
+            log.exception("what an answer leads to failed; the other links go on")
 
     def close(self) -> None:
         """The I/O threads have ended."""
