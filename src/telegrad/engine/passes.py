@@ -245,9 +245,7 @@ class Pass(LocalPass[MessageId]):
             except Exception as error:
                 self.service.refused(self, error)
 
-        # Attended, though nobody comes for it: else it might be held back, and others wait for what it brings.
-        link.send(message, packed, timeout=0.0, what=self.what, complete=taken, attended=True)
-        link.expect()
+        link.send(message, packed, timeout=0.0, what=self.what, complete=taken, prompt=True)
 
     def named(self) -> tuple[WorkerId, ...]:
         """Workers that know of this pass, for a message about it: who hears of it need not tell them. Of many only the

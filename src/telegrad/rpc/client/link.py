@@ -73,8 +73,11 @@ class Link(Connecting):
         on_reply: Any = None,
         definition: bytes = b"",
         attended: bool = False,
+        prompt: bool = False,
     ) -> Slot:
         """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`.
+
+        A `prompt` one is not held back to share a write: others wait for what it brings.
 
         `definition` is that of the function the message calls by its number."""
         payload, tensors = packed.payload, packed.tensors
@@ -98,7 +101,7 @@ class Link(Connecting):
         connection = self.current or self._connection_for(slot)
         ack = self.pending.admit(slot)  # before sending: the reply may come first
         unattended = complete is not None and not attended
-        hold = unattended and self._unwaited(slot, now)
+        hold = unattended and not prompt and self._unwaited(slot, now)
         try:
             limit = deadline if timeout else None
             if type(memory) is bytes and len(payload) < SMALL_PAYLOAD:
