@@ -3,10 +3,12 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from telegrad.rpc.threads import reply_events
 from telegrad.rpc.threads.io_threads import IoThreads
 from telegrad.rpc.threads.reply_events import ReplyEvents
 from tests.waiting import wait_until
@@ -82,15 +84,43 @@ def links(events: ReplyEvents) -> Iterator[list[Link]]:
         link.close()
 
 
-def test_answers_of_many_links_are_read_by_one_thread(events: ReplyEvents, links: list[Link]) -> None:
+def test_answers_of_many_links_are_read_by_one_thread() -> None:
+    threads = IoThreads("test", 4)
+    threads.start()
+    events = ReplyEvents(threads)
+    links = [Link(events) for _ in range(8)]
     for link in links:
         link.answer()
-    for link in links:
-        events.asked(now=1e12)  # as late as can be: whoever reads waits until all are armed
         link.arm()
+    events.start()  # only now: all of them have come when the first thread looks
     wait_until(lambda: all(link.completed for link in links))
+    threads.close()
+    for link in links:
+        link.close()
+    events.close()
     assert len({reader for link in links for reader in link.readers}) == 1
     assert not any(alone for link in links for alone in link.alone)
+
+
+def test_who_asks_many_is_left_to_ask(monkeypatch: pytest.MonkeyPatch, events: ReplyEvents) -> None:
+    """A thread that came for the first answer waits while requests follow each other, and no longer than a moment."""
+    now, pauses = 0.0, 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, pauses
+        now += seconds
+        pauses += 1
+        if pauses < 5:
+            events.asked(now)  # it goes on asking
+
+    monkeypatch.setattr(reply_events, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    events.asked(now)
+    events._let_ask()
+    assert pauses == 0  # the one that is answered was the only one
+    events.asked(now)
+    events.asked(now)
+    events._let_ask()
+    assert 5 <= pauses < reply_events._MOST_PAUSES
 
 
 def test_each_answer_is_read_when_its_link_is_armed(links: list[Link]) -> None:

@@ -1,5 +1,7 @@
 """A thread that waits spins where that pays, and rests where it would disturb."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from telegrad.rpc.threads import spin
@@ -19,7 +21,7 @@ class Waits:
         self.now = self.spent = 0.0
         self.others_work = False
         self.looks = 0
-        monkeypatch.setattr(spin.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(spin, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(spin, "_spent_by_others", lambda: self.spent)
 
     def look(self, seconds: float) -> bool:

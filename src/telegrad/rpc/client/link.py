@@ -34,6 +34,7 @@ from telegrad.wire.tensor.tensors import describe
 log = logging.getLogger("telegrad.rpc")
 
 NOTHING = Packed(b"", [])
+_AT_ONCE = 100e-6  # seconds between two messages of one burst
 
 
 class Link(Connecting):
@@ -46,6 +47,7 @@ class Link(Connecting):
         self.exhausted = (0.0, 0, 0)  # when the worker last said that what is asked waits, and why (`Exhausted`)
         self._late = LateCalls(self, self.completion.settle)
         self._notice_ids = itertools.count(1)
+        self._last_prompt = 0.0
         self.replies = ReplyReader(self)
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
         self.poll = self.replies.poll
@@ -77,7 +79,7 @@ class Link(Connecting):
     ) -> Slot:
         """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`.
 
-        A `prompt` one is not held back to share a write: others wait for what it brings.
+        A `prompt` one, which others wait for, is held back to share a write only where such follow each other at once.
 
         `definition` is that of the function the message calls by its number."""
         payload, tensors = packed.payload, packed.tensors
@@ -101,7 +103,7 @@ class Link(Connecting):
         connection = self.current or self._connection_for(slot)
         ack = self.pending.admit(slot)  # before sending: the reply may come first
         unattended = complete is not None and not attended
-        hold = unattended and not prompt and self._unwaited(slot, now)
+        hold = unattended and self._unwaited(slot, now, prompt)
         try:
             limit = deadline if timeout else None
             if type(memory) is bytes and len(payload) < SMALL_PAYLOAD:
@@ -141,12 +143,15 @@ class Link(Connecting):
             self.replies.arm()
         return slot
 
-    def _unwaited(self, slot: Slot, now: float) -> bool:
+    def _unwaited(self, slot: Slot, now: float, prompt: bool) -> bool:
         """A request whose deadline no caller's own thread keeps. Whether it may wait a moment to be sent: in a burst of
         calls nobody waits for yet, small ones share a write, and the reader of replies sends them on."""
         if slot.deadline < self.pending.next_deadline:
             self.pending.next_deadline = slot.deadline
             self.runtime.timer.at(slot.deadline, self.expire)
+        if prompt:
+            before, self._last_prompt = self._last_prompt, now
+            return now - before < _AT_ONCE and len(self.pending.slots) > BURST_CALLS
         self.runtime.reply_events.asked(now)
         return len(self.pending.slots) > BURST_CALLS
 
