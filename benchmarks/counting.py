@@ -14,13 +14,15 @@ from typing import Any
 from telegrad.rpc.client import link
 from telegrad.rpc.job.rendezvous.store_client import Prefixed
 from telegrad.rpc.server import answers
-from telegrad.transport import connection
+from telegrad.transport import connection, outgoing
 
 KINDS = ("messages", "bytes", "store requests", "bytes out of the store")
 _MESSAGES, _BYTES, _REQUESTS, _OUT = range(len(KINDS))
 _ENCODERS = (
     (connection, "encode_whole"),
     (connection, "encode_prefix"),
+    (outgoing, "encode_whole"),
+    (outgoing, "encode_prefix"),
     (answers, "encode_whole"),
     (link, "encode_whole"),
 )
@@ -68,6 +70,11 @@ def count_here(counts: Counts, row: int) -> None:
 
     for module, name in _ENCODERS:
         setattr(module, name, wrapped(getattr(module, name), sent))
+
+    def sent_again(_: Any, args: Sequence[Any]) -> None:  # the answer to a ping, which is encoded once and for all
+        sent(args[1], ())
+
+    answers.Answers._send_again = wrapped(answers.Answers._send_again, sent_again)  # type: ignore[method-assign]
     for name in ("set", "get", "add", "check", "compare_set", "delete_key"):
         setattr(Prefixed, name, wrapped(getattr(Prefixed, name), asked))
     Prefixed.get_all = wrapped(Prefixed.get_all, asked_for_all)  # type: ignore[method-assign]
