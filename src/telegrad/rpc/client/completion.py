@@ -83,11 +83,20 @@ class Completion:
             self._hand_over(unfinished)
 
     def _hand_over(self, slots: list[Slot]) -> None:
-        for slot in slots:
+        """To the I/O threads: what runs callbacks each to one of its own; answers of a pass, of which there may be
+        hundreds and which do not wait for each other, all to one."""
+        apart = [[slot] for slot in slots if slot.future is not None]
+        together = [slot for slot in slots if slot.future is None]
+        for part in [*apart, together] if together else apart:
             if self._runtime.closing:  # no thread may be left
-                _complete(slot)
+                _complete_all(part)
             else:
-                self._runtime.io_threads.submit(partial(_complete, slot))
+                self._runtime.io_threads.submit(partial(_complete_all, part))
+
+
+def _complete_all(slots: list[Slot]) -> None:
+    for slot in slots:
+        _complete(slot)
 
 
 def _complete(slot: Slot) -> None:
