@@ -132,9 +132,7 @@ def test_each_answer_is_read_when_its_link_is_armed(links: list[Link]) -> None:
     assert links[0].completed == [b"%d" % number for number in range(20)]
 
 
-def test_what_follows_from_one_answer_keeps_no_other_link_waiting(links: list[Link]) -> None:
-    slow, *others = links
-    slow.blocks = threading.Event()
+def _others_are_read_meanwhile(slow: Link, others: list[Link]) -> None:
     slow.answer()
     slow.arm()
     wait_until(lambda: bool(slow.readers))
@@ -142,6 +140,12 @@ def test_what_follows_from_one_answer_keeps_no_other_link_waiting(links: list[Li
         link.answer()
         link.arm()
     wait_until(lambda: all(link.completed for link in others))
+
+
+def test_what_follows_from_one_answer_keeps_no_other_link_waiting(links: list[Link]) -> None:
+    slow, *others = links
+    slow.blocks = threading.Event()
+    _others_are_read_meanwhile(slow, others)
     assert not slow.completed
     slow.blocks.set()
     wait_until(lambda: bool(slow.completed))
@@ -237,12 +241,6 @@ def test_a_thread_that_reads_may_let_another_read_the_rest(events: ReplyEvents, 
         assert dialled.wait(60)
 
     slow.while_read = lose
-    slow.answer()
-    slow.arm()
-    wait_until(lambda: bool(slow.readers))
-    for link in others:
-        link.answer()
-        link.arm()
-    wait_until(lambda: all(link.completed for link in others))
+    _others_are_read_meanwhile(slow, others)
     dialled.set()
     wait_until(lambda: bool(slow.completed))

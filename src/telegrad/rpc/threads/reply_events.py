@@ -22,7 +22,7 @@ _PAUSE = 50e-6
 _MOST_PAUSES = 20
 _MOST_EVENTS = 64
 _MOST_ROUNDS = 4  # of so many, before what they brought is completed
-_GONE = (FileNotFoundError, ValueError, OSError)  # closed meanwhile: whoever closed it has dealt with its end
+_GONE = (ValueError, OSError)  # closed meanwhile: whoever closed it has dealt with its end
 
 
 class Reader(Protocol):
@@ -102,7 +102,7 @@ class ReplyEvents:
                     reader = self._readers.get(fd)
                     if reader is not None and (found := self._gather(reader)):
                         gathered.append((reader, found))
-        except (ValueError, OSError):
+        except _GONE:
             pass  # the agent has ended; but somebody may wait for what came before
         finally:
             self._io_threads.arm(self._fd)
