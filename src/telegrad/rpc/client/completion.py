@@ -40,13 +40,13 @@ class Completion:
         return slot.complete is not None and not slot.attended
 
     def by_io_thread(self, slots: list[Slot]) -> None:
-        """Complete what was read. Of several, what may run a user's code comes last, and each in a thread of its own:
-        one may wait for another."""
+        """Complete what was read. Of several, what runs callbacks goes to threads of its own: one may wait for another.
+        Answers of a pass are completed here: there may be hundreds, and each hand-over costs as much as one of them."""
         if len(slots) > 1:
-            slots = self._complete_plain(slots, None)
-            if len(slots) > 1:
-                self._hand_over(slots[1:])
-                slots = slots[:1]
+            left = self._complete_plain(slots, None)
+            slots = [slot for slot in left if slot.future is None]
+            if len(slots) < len(left):
+                self._hand_over([slot for slot in left if slot.future is not None])
         for slot in slots:
             _complete(slot)
 
