@@ -15,6 +15,7 @@ from typing import Any
 from telegrad.errors import AlreadyInitialized, RendezvousError, ShutdownError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
+from telegrad.rpc.job import garbage
 from telegrad.rpc.job.barrier import ask_who_is_missing, barrier
 from telegrad.rpc.job.ending import ending_at_exit, ending_by
 from telegrad.rpc.job.environment import detect
@@ -115,6 +116,7 @@ def start_worker(
             raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
         agent = start(name, rank, world_size, options, store, job)
     take_share(agent.directory.workers_here(agent.member))
+    garbage.watch()
     return agent
 
 
@@ -141,6 +143,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         let_go_of_store(agent)
         agent.close()
         return_share()
+        garbage.take_back()
         interrupts.uninstall()
 
 
@@ -232,6 +235,7 @@ def _end_early(agent: Agent, ending: str) -> None:
     agent.close(ending=ending)
     let_go_of_store(agent, ending=ending)
     return_share()
+    garbage.take_back()
     interrupts.uninstall()
 
 
