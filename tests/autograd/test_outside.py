@@ -54,6 +54,15 @@ def test_also_of_futures_and_references(pair: Cluster) -> None:
         rpc.remote("worker1", weighted, (torch.ones(2),)).to_here()
 
 
+def test_a_place_that_fetches_many_references_is_told_once(pair: Cluster) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            rpc.remote("worker1", weighted, (torch.ones(2),)).to_here()
+    (told,) = [each for each in caught if each.category is GradientsEndHere]
+    assert "the result of to_here() of a reference on worker 'worker1' requires grad" in str(told.message)
+
+
 def test_nothing_is_said_where_nothing_is_lost(pair: Cluster) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -4,6 +4,7 @@ They require grad here as in torch, for a program may use them as leaves of its 
 owner gets none, so each place that makes such a call is told once.
 """
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.nn import Parameter
 
 from telegrad.errors import GradientsEndHere
 
+_REFERENCE = re.compile(r"\w*RRef\(.*\)(?= on worker)")  # with ids of its own: of one text Python warns once
 _OURS = str(Path(__file__).parents[1])
 _elsewhere: dict[Any, Any] = {}  # what was said of replies that no code of the user's was waiting for
 
@@ -35,6 +37,7 @@ def without_grad(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _warn(what: str) -> None:
+    what = _REFERENCE.sub("a reference", what)
     text = (
         f"the result of {what} requires grad, but the call was made outside any autograd context: a backward from it "
         "ends here and leaves no gradient there. Make it within `with telegrad.autograd.context() as context_id:` and "
