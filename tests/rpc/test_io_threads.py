@@ -42,3 +42,42 @@ def test_all_tasks_run() -> None:
     wait_until(lambda: len(done) == 100)
     threads.close()
     assert sorted(done) == list(range(100))
+
+
+def test_a_task_wakes_one_thread_and_the_end_wakes_all() -> None:
+    threads = IoThreads("test", 8)
+    threads.start()
+    go = threading.Event()
+    for _ in range(6):
+        threads.submit(go.wait)
+    wait_until(lambda: threads.working == 6)
+    go.set()
+    wait_until(lambda: threads.working == 0)
+    idle, before = len(threads._threads), threads.handled
+    assert idle >= 6
+    for _ in range(50):
+        done = threading.Event()
+        threads.submit(done.set)
+        assert done.wait(60)
+    wait_until(lambda: threads.working == 0)
+    assert threads.handled == before + 50
+    threads.close()
+    wait_until(lambda: not threads._threads)
+
+
+def test_many_threads_submit_at_once_and_no_task_is_left() -> None:
+    threads = IoThreads("test", 4)
+    threads.start()
+    done: list[int] = []
+
+    def submit() -> None:
+        for number in range(2000):
+            threads.submit(lambda number=number: done.append(number))
+
+    submitting = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in submitting:
+        thread.start()
+    for thread in submitting:
+        thread.join(60)
+    wait_until(lambda: len(done) == 8000)
+    threads.close()

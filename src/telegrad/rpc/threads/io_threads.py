@@ -3,9 +3,10 @@
 All of them wait on one epoll descriptor. A connection is armed for one event at a time, so the kernel itself picks the
 thread that handles it and nobody hands anything over. At least one thread is always left waiting: when the last one is
 taken by an event, another joins, up to the limit, above which only sleeping threads do not count.
+
+A task wakes one thread, not all that are idle: each of them would want the interpreter, to find nothing.
 """
 
-import contextlib
 import logging
 import os
 import select
@@ -38,7 +39,7 @@ class IoThreads:
         # Held to use it: closed meanwhile, its number could be another's. A reference that is collected, in the middle
         # of anything, submits a task: so no other lock will do, nor one that the same thread cannot take twice.
         self._waking = threading.RLock()
-        self._epoll.register(self._wakeup, select.EPOLLIN)
+        self._epoll.register(self._wakeup, select.EPOLLIN | select.EPOLLET)  # one event for each time it is written
         self._handlers: dict[int, Callable[[], None]] = {}
         self._tasks: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
@@ -192,16 +193,12 @@ class IoThreads:
             log.exception("an I/O thread of %s met an unexpected error; it goes on", self._name)
 
     def _run_task(self) -> None:
-        # The wake-up stays set until the queue is empty, so that idle threads come for the other tasks.
         try:
             task = self._tasks.popleft()
-        except IndexError:
-            with self._waking, contextlib.suppress(BlockingIOError):
-                if not self._closed:
-                    os.eventfd_read(self._wakeup)
-            if self._tasks:  # one came between the two
-                self._wake()
+        except IndexError:  # another thread has it
             return
+        if self._tasks:  # two that came at once may have woken one thread
+            self._wake()
         task()
 
     def close(self, timeout: float = 1.0) -> None:
@@ -213,6 +210,7 @@ class IoThreads:
         with self._lock, self._waking:
             self._closed = True  # from here on nobody else uses the wake-up, which stays set
             threads = list(self._threads)
+            self._epoll.modify(self._wakeup, select.EPOLLIN)  # for all threads, not for one
             os.eventfd_write(self._wakeup, 1)
         here = threading.current_thread()
         began = time.monotonic()
