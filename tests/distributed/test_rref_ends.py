@@ -65,8 +65,13 @@ def test_the_owner_dies(request: pytest.FixtureRequest) -> None:
                 use()
         with pytest.raises(WorkerDied, match="worker1"):
             rpc.rpc_sync("worker2", fetch_kept)
-        with pytest.raises(SerializationError, match="worker1"):
+        with pytest.raises(WorkerDied, match="worker1") as sent:
             rpc.rpc_sync("worker2", keep, (rref,))
+        assert sent.value.worker == "worker1" and isinstance(sent.value, SerializationError)
+        with pytest.raises(WorkerDied, match="worker1") as sent_on:  # comes home as what it is
+            rpc.rpc_sync("worker2", share_kept, ("worker0",))
+        assert sent_on.value.worker == "worker1" and isinstance(sent_on.value, SerializationError)
+        del sent, sent_on
         rpc.rpc_sync("worker2", let_go)
         del rref, slow, use
         eventually(lambda: all_empty(["worker0", "worker2"]))

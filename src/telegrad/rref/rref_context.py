@@ -34,14 +34,13 @@ _SOON = 0.010  # seconds that what is not urgent may wait, to be sent together w
 _AGAIN = 0.100  # seconds before a message that could not be sent is tried again
 _REFUSED = 1.0  # the same after one was refused because its receiver was told too much in a second
 _MOST_EARLY = 1024  # values that one worker may ask for before they are made
-_MOST_DELETES = 4096  # in one message
+_MOST_FORKS = 4096  # in one message
 
 _LAZY = (act.SendDelete, act.SendChildAccept)
 
 _AS_MESSAGE: dict[type[act.Send], Callable[[Any], msg.AnyMessage]] = {
     act.SendForkRequest: lambda a: msg.RRefForkRequest(a.rref_id, a.fork_id, a.holder),
     act.SendAck: lambda a: msg.RRefAck(a.rref_id, a.fork_id),
-    act.SendChildAccept: lambda a: msg.RRefChildAccept(a.fork_id),
     act.SendCreationFailed: lambda a: msg.RRefCreationFailed(a.rref_id, a.fork_id),
     act.SendFlush: lambda a: msg.RRefFlush(a.dead),
     act.SendFlushed: lambda a: msg.RRefFlushed(a.dead, a.forks),
@@ -221,14 +220,20 @@ class RRefContext(ReferenceHolder):
                 if isinstance(action, act.Send):
                     self._outbox.append(action)
         deletes: dict[PeerId, list[tuple[RRefId, ForkId]]] = {}
+        accepts: dict[PeerId, list[ForkId]] = {}
         for action in _drain(self._outbox):
             if type(action) is act.SendDelete:
                 deletes.setdefault(action.to, []).append((action.rref_id, action.fork_id))
+            elif type(action) is act.SendChildAccept:
+                accepts.setdefault(action.to, []).append(action.fork_id)
             else:
                 self.tell(action.to, _AS_MESSAGE[type(action)](action))
-        for owner, forks in deletes.items():
-            for start in range(0, len(forks), _MOST_DELETES):
-                self.tell(owner, msg.RRefUserDelete(tuple(forks[start : start + _MOST_DELETES])))
+        for owner, gone in deletes.items():
+            for start in range(0, len(gone), _MOST_FORKS):
+                self.tell(owner, msg.RRefUserDelete(tuple(gone[start : start + _MOST_FORKS])))
+        for parent, known in accepts.items():
+            for start in range(0, len(known), _MOST_FORKS):
+                self.tell(parent, msg.RRefChildAccept(tuple(known[start : start + _MOST_FORKS])))
 
     def _drop(self, rref_id: RRefId, fork_id: ForkId | None) -> act.Actions:
         if fork_id is None:

@@ -160,10 +160,11 @@ def _acknowledge(rrefs: RRefContext, request: Request, event: Any, *args: Any) -
 
 
 def serve_child_accept(rrefs: RRefContext, request: Request) -> None:
-    """The owner knows a handle that was sent from here."""
+    """Owners know handles that were sent from here."""
     message = request.message
     assert type(message) is RRefChildAccept
-    rrefs.feed(rrefs.used.on_child_accept, message.fork_id)
+    for fork_id in message.fork_ids:
+        rrefs.feed(rrefs.used.on_child_accept, fork_id)
     rrefs.agent.reply(request, Ack())
 
 

@@ -28,6 +28,10 @@ class UnsendableReference(RRefError, SerializationError):
     """A reference that cannot be sent on: its value was never made, or is lost."""
 
 
+class LostReference(WorkerDied, UnsendableReference):
+    """The same because a worker has died. It names the one, as all that is lost with a worker does."""
+
+
 def reduce_reference(rref: RRef[Any]) -> tuple[Any, ...]:
     """What a reference is reduced to while a message is packed."""
     crossing, handle = local.crossing, rref._handle
@@ -43,6 +47,8 @@ def reduce_reference(rref: RRef[Any]) -> tuple[Any, ...]:
 def _check_sendable(handle: Handle) -> None:
     try:
         handle.check_usable("fork an UserRRef")
+    except WorkerDied as error:
+        raise LostReference(str(error), worker=error.worker, incarnation=error.incarnation) from error
     except RuntimeError as error:
         raise UnsendableReference(str(error)) from error
 

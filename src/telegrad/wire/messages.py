@@ -80,9 +80,9 @@ class RRefForkRequest(Message, frozen=True, tag=13):
 
 
 class RRefChildAccept(Message, frozen=True, tag=14):
-    """The owner knows of the fork you gave me; you need not keep yours on my behalf any longer."""
+    """The owners know these forks that you sent here: you need not keep yours for them any longer."""
 
-    fork_id: ForkId
+    fork_ids: tuple[ForkId, ...]
 
 
 class RRefAck(Message, frozen=True, tag=15):
