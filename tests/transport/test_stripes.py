@@ -301,6 +301,31 @@ def test_progress_on_a_side_stream_is_a_sign_of_life() -> None:
         wait_until(lambda: a.delivered)
 
 
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
+def test_a_part_that_trickles_in_is_seen_to_come(sealed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread waits until there is much to read; of a slow peer it reads what there is."""
+    with closing(Pair(2, sealed)) as pair:
+        memory = bytearray(2 * LARGE)
+        begin, end = divide(len(memory), 2, LEAST_FIRST if sealed else None)[1:]
+        side, data = pair.sides[0][0]._socket, random.Random(5).randbytes(end - begin)
+        written: list[Any] = []
+        monkeypatch.setattr(SocketStream, "send", lambda _self, buffers, *_: written.extend(map(bytes, buffers)))
+        pair.sides[0][0].send([data], None, lambda: None)
+        monkeypatch.undo()
+        come = b"".join(written)
+        reader = pair.ends[1].stripes
+        assert reader is not None
+        arrival = reader.arriving(memoryview(memory))
+        for start in range(0, len(come), 2**18):
+            before = reader.last_read
+            side.setblocking(True)
+            side.sendall(come[start : start + 2**18])
+            if not sealed:  # a sealed piece is read whole, a plain part as it comes
+                wait_until(lambda before=before: reader.last_read > before)
+        wait_until(arrival._done.is_set)
+        assert arrival._error is None and memory[begin:] == data
+
+
 def test_closing_ends_the_streams_and_those_who_wait_at_them() -> None:
     pair = Pair(3)
     a, b = pair.ends

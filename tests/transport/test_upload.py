@@ -60,7 +60,7 @@ class Gpu:
         assert device == 0
         self.room += nbytes
 
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+    def copy_pinned(self, target: int, source: int, nbytes: int, stream: int) -> None:
         assert stream == 5
         if self.broken:
             raise CudaError("broken")
@@ -79,7 +79,7 @@ def stand_in() -> Iterator[Gpu]:
         patch.setattr(upload, "runtime", lambda: gpu)
         patch.setattr(upload, "stream_of", lambda _: 5)
         patch.setattr(upload, "allocate", lambda nbytes, _: torch.zeros(nbytes, dtype=torch.uint8))
-        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        patch.setattr(upload, "on_device", lambda _: contextlib.nullcontext())
         patch.setattr(tensor_memory, "device_of", torch.device)
         patch.setattr(order, "active", True)
         patch.setattr(tensor_memory, "budget", gpu)
@@ -322,11 +322,12 @@ class LateCopies:
     """Stands in for the runtime and a stream: a copy is made when an event behind it is waited for, and not before."""
 
     cuda_stream = 7
+    device_index = 0
 
     def __init__(self) -> None:
         self.enqueued: list[tuple[int, int, int]] = []
 
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+    def copy_pinned(self, target: int, source: int, nbytes: int, stream: int) -> None:
         assert stream == self.cuda_stream
         self.enqueued.append((target, source, nbytes))
 
@@ -342,6 +343,9 @@ class LateEvent:
     def record(self, stream: LateCopies) -> None:
         self._until = len(stream.enqueued)
 
+    def query(self) -> bool:
+        return not any(nbytes for _, _, nbytes in self._copies.enqueued[: self._until])
+
     def synchronize(self) -> None:
         for index in range(self._until):
             if (enqueued := self._copies.enqueued[index])[2]:
@@ -349,19 +353,28 @@ class LateEvent:
                 self._copies.enqueued[index] = (0, 0, 0)
 
 
-@given(st.integers(1, 300), st.integers(0, 2**32))
-def test_what_comes_down_in_chunks_is_all_of_it_in_order(nbytes: int, seed: int) -> None:
-    """With the sizes divided by 2**18, so that the buffer is used again and again."""
-    source = bytearray(random.Random(seed).randbytes(nbytes))
-    copies: Any = LateCopies()
+@contextlib.contextmanager
+def small_chunks(copies: Any) -> Iterator[None]:
+    """The sizes divided by 2**18, so that the buffer is used again and again."""
     empty = torch.empty
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "runtime", lambda: copies)
         patch.setattr(torch.cuda, "Event", copies.event)
-        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        patch.setattr(host, "on_device", lambda _: contextlib.nullcontext())
         patch.setattr(torch, "empty", lambda size, **_: empty(size, dtype=torch.uint8))
         patch.setattr(host, "_FIRST_CHUNK", 8)
         patch.setattr(host, "_CHUNK", 32)
+        patch.setattr(host, "_EVENT_EVERY", 16)
+        host._plan.cache_clear()
+        yield
+    host._plan.cache_clear()
+
+
+@given(st.integers(1, 300), st.integers(0, 2**32))
+def test_what_comes_down_in_chunks_is_all_of_it_in_order(nbytes: int, seed: int) -> None:
+    source = bytearray(random.Random(seed).randbytes(nbytes))
+    copies: Any = LateCopies()
+    with small_chunks(copies):
         address = ctypes.addressof(ctypes.c_char.from_buffer(source))
         came, lengths = b"", []
         for chunk in host.DeviceBytes(address, nbytes, 0, source, copies).chunks():
@@ -370,3 +383,39 @@ def test_what_comes_down_in_chunks_is_all_of_it_in_order(nbytes: int, seed: int)
             assert len(copies.enqueued) <= len(lengths) + 1, "one is on its way while one is written"
         assert came == source
         assert lengths[0] <= 8 and max(lengths) <= 32
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_parts_that_come_down_together_do_not_mix(sizes: list[int], random: random.Random) -> None:
+    """The first chunks of all before the second of any; then each part at the pace of its own thread."""
+    sources = [bytearray(random.randbytes(size)) for size in sizes]
+    copies: Any = LateCopies()
+    with small_chunks(copies):
+        parts = [
+            host.DeviceBytes(ctypes.addressof(ctypes.c_char.from_buffer(source)), len(source), 0, source, copies)
+            for source in sources
+        ]
+        host.bring_down(parts)
+        assert [nbytes for _, _, nbytes in copies.enqueued[: len(sizes)]] == [min(8, size) for size in sizes]
+        readers = [part.chunks() for part in parts]
+        came = [b""] * len(sizes)
+        left = list(range(len(sizes)))
+        while left:
+            index = random.choice(left)
+            chunk = next(readers[index], None)
+            if chunk is None:
+                left.remove(index)
+            else:
+                came[index] += chunk
+    assert came == sources
+
+
+def test_a_part_that_nobody_writes_is_waited_for_before_its_buffer_is_free() -> None:
+    source = bytearray(random.Random(1).randbytes(100))
+    copies: Any = LateCopies()
+    with small_chunks(copies):
+        data = host.DeviceBytes(ctypes.addressof(ctypes.c_char.from_buffer(source)), 100, 0, source, copies)
+        host.bring_down([data])
+        assert [nbytes for _, _, nbytes in copies.enqueued] == [8, 32]
+        del data
+        assert all(not nbytes for _, _, nbytes in copies.enqueued), "the copies are done"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from telegrad.cuda import order
-from telegrad.cuda.host import to_device
+from telegrad.cuda.host import on_device, to_device
 from telegrad.cuda.runtime import CudaError, runtime
 
 log = logging.getLogger("telegrad.cuda")
@@ -113,8 +113,8 @@ class Upload:
             if first < last:
                 target = self._targets[index] + first - one.start
                 try:
-                    with torch.cuda.device(one.device):
-                        runtime().copy(target, self._address + first, last - first, stream_of(one.device))
+                    with on_device(one.device.index):
+                        runtime().copy_pinned(target, self._address + first, last - first, stream_of(one.device))
                 except CudaError as error:
                     log.debug("a message is copied to the GPU when all of it is there: %s", error)
                     self._failed = True

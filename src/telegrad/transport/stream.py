@@ -101,6 +101,7 @@ class SocketStream:
         self.receive_into = _receiver(sock)
         self._poll = self._readable.poll
         self._fileno = sock.fileno()
+        self._least = 1  # bytes that make it readable
 
     def fileno(self) -> int:
         """The descriptor to wait on."""
@@ -177,6 +178,13 @@ class SocketStream:
     def _send_unsent(self, deadline: float | None, blocked: Callable[[], None]) -> None:
         self._send_slowly([memoryview(self.unsent)], deadline, blocked, begun=False)
         self.unsent = b""
+
+    def wait_for(self, nbytes: int) -> None:
+        """Let it be readable only when that much is there, as far as the kernel has room for it, or the end."""
+        if nbytes != self._least:
+            with contextlib.suppress(OSError):  # a kernel that does not know that: it is readable more often
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._least = nbytes
 
     def keep_alive(self) -> None:
         """For one that may be idle for long: the kernel sees to it that no router forgets it, or finds that one has."""

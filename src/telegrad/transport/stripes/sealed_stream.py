@@ -52,6 +52,10 @@ class SealedStream(SocketStream):
         finally:
             _give_back(sealed)
 
+    def wait_for(self, nbytes: int) -> None:
+        """The same for what it takes as a sealed piece, less what has come of that."""
+        super().wait_for(max(1, min(nbytes, PIECE) + TAG_BYTES - self._came))
+
     def _receive_into(self, view: memoryview) -> int:
         """`view` is for what is left of a part: bytes that have come and opened, at the beginning of it."""
         if not len(view):

@@ -31,6 +31,8 @@ from telegrad.wire.parts import LEAST_FIRST, cut, divide
 log = logging.getLogger("telegrad.transport")
 
 _LOOK_AGAIN_SECONDS = 1.0
+_AT_ONCE = 2**20  # bytes to be there before a thread reads: each time it wants the interpreter, which eight share
+_SLOW_SECONDS = 0.02  # if it takes longer, whatever is there is read, so that others see that it comes
 # A reader that finds the rest of a message missing waits so long before it looks for other work: mostly it is there.
 _LEAST_WAIT = 0.02
 
@@ -77,6 +79,8 @@ class Stripes:
         parts = cut(buffers, divide(total, self.count, self._first))
         begun = 0
         try:
+            if order.active:
+                _begin_on_gpu(parts)
             for side, part in zip(self._sides, parts[1:], strict=True):
                 self._start(functools.partial(self._write, side, part, deadline, outcomes))
                 begun += 1
@@ -130,10 +134,13 @@ class Stripes:
         try:
             at, end = 0, len(view)
             while at < end:
-                if not side.readable(_LOOK_AGAIN_SECONDS):
-                    if self._closed:
-                        raise ConnectionResetError("the connection was closed in the middle of a message")
-                    continue
+                side.wait_for(min(_AT_ONCE, end - at))
+                if not side.readable(_SLOW_SECONDS):
+                    side.wait_for(1)
+                    if not side.readable(_LOOK_AGAIN_SECONDS):
+                        if self._closed:
+                            raise ConnectionResetError("the connection was closed in the middle of a message")
+                        continue
                 count = side.receive_into(view[at:])
                 if count == 0:
                     raise ConnectionResetError("a stream of the connection ended in the middle of a message")
@@ -251,6 +258,17 @@ class Arrival:
 
     def _wait(self, seconds: float) -> bool:
         return self._done.wait(max(seconds, _LEAST_WAIT))
+
+
+def _begin_on_gpu(parts: Sequence[Sequence[Any]]) -> None:
+    """Have what comes first of each part on its way from the GPU, before the threads that write them begin."""
+    by_device: dict[int, list[host.DeviceBytes]] = {}
+    for part in parts:
+        first = next((data for data in part if type(data) is host.DeviceBytes), None)
+        if first is not None:
+            by_device.setdefault(first.device, []).append(first)
+    for several in by_device.values():
+        host.bring_down(several)
 
 
 def _write_part(stream: SocketStream, part: Sequence[Any], deadline: float | None, blocked: Callable[[], None]) -> None:
