@@ -38,8 +38,15 @@ with telegrad.local_cluster(workers=2, shutdown_timeout=120) as cluster:
 
 def start_script(body: str) -> "subprocess.Popen[str]":
     code = SCRIPT.format(body=body)
+    # Unbuffered, `print` writes a line and its end apart, and a worker's line may come between.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        env=buffered,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from telegrad.cuda import order
 from telegrad.errors import RendezvousError, TelegradError, UnknownWorker, WorkerDied
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.calls import start_call, wait_for_value
@@ -31,6 +32,7 @@ FAR = 1e9
 @pytest.fixture(autouse=True)
 def limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(register, "_READ_BY_ALL", 1)
+    monkeypatch.setattr(order, "active", order.active)  # a map with a CUDA device sets it for the process
 
 
 class CountingStore:
