@@ -112,6 +112,40 @@ def test_a_send_stays_with_the_value_that_was_sent() -> None:
     assert send.next_functions[0][0] is sent_by is not product.grad_fn
 
 
+def test_a_send_of_leaves_is_resolved_when_its_message_has_left_or_a_pass_asks() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    for ask in (SendNode.resolve, lambda send: send.edges, lambda send: send.check([None])):
+        send = SendNode(MESSAGE, PEER, [leaf], later=True)
+        assert send.at_leaves and send._tensors is not None
+        ask(send)
+        assert send._tensors is None and send.next_functions[0][0].variable is leaf
+        assert send.metas == [(leaf.shape, leaf.dtype, leaf.device)]
+    with pytest.raises(AttributeError, match="no 'other'"):
+        send.other  # noqa: B018 - asked for to see the error
+    with pytest.raises(AttributeError):
+        SendNode(MESSAGE, PEER, [leaf], later=True).other  # noqa: B018 - the same before it is resolved
+
+
+def test_a_send_of_what_is_no_leaf_is_resolved_at_once() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    product = leaf * 3
+    sent_by = product.grad_fn
+    send = SendNode(MESSAGE, PEER, [leaf, product], later=True)
+    assert not send.at_leaves
+    product.mul_(2)
+    assert send.next_functions[1][0] is sent_by is not product.grad_fn
+
+
+def test_a_leaf_that_requires_grad_no_more_drops_its_gradient_as_in_one_process() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    send = SendNode(MESSAGE, PEER, [leaf], later=True)
+    leaf.requires_grad_(False)
+    send.resolve()
+    (edge,) = send.edges
+    torch.autograd.backward([edge], [torch.ones(2)])
+    assert leaf.grad is None
+
+
 @pytest.mark.parametrize(
     ("gradients", "complaint"),
     [

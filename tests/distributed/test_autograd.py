@@ -50,6 +50,15 @@ def use_kept(name: str, x: Tensor) -> Tensor:
     return kept[name] * x
 
 
+def change_kept(name: str) -> None:
+    kept[name].mul_(10)
+
+
+def scale_and_change_at(worker: str, x: Tensor) -> Tensor:
+    rpc.rpc_sync(worker, change_kept, ("sent",))
+    return x * weight
+
+
 def forget(name: str) -> None:
     kept.pop(name, None)
 
@@ -480,6 +489,18 @@ def test_received_tensors_may_be_changed_in_place(trio: Cluster) -> None:
         z.add_(y)
         autograd.backward(context_id, [z.sum()])
         assert autograd.get_gradients(context_id)[x].tolist() == [5.0, 7.0]
+
+
+def test_a_worker_that_is_called_may_change_what_was_sent(trio: Cluster) -> None:
+    """What was sent is the value before that, and its gradient goes there, whichever thread comes first."""
+    x, factor = leaf(), torch.full((2,), 3.0, requires_grad=True)
+    kept["sent"] = x * factor
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", scale_and_change_at, ("worker0", kept["sent"]))
+        autograd.backward(context_id, [(y + kept.pop("sent")).sum()])
+        found = autograd.get_gradients(context_id)
+    # Of x * factor: the weights, and 10 by what it was changed to.
+    assert found[factor].tolist() == (x * (weight + 10)).tolist()
 
 
 # --- looking inside ---

@@ -1,5 +1,6 @@
 """Small tensors without a table: they arrive equal, what is not plain takes the other way, and specs that lie fail."""
 
+import sys
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.errors import ProtocolError
-from telegrad.wire.tensor.small import MOST_BYTES, describe_small, rebuild_small
+from telegrad.wire.tensor.small import MOST_BYTES, _plain_form, describe_small, rebuild_small
 from telegrad.wire.tensor.specs import DTYPES, NO_SEGMENT, TensorSpec
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -114,6 +115,23 @@ def test_specs_that_lie_are_refused(change: dict[str, Any], text: str) -> None:
     assert len(rebuild_small([GOOD], bytearray(16), 0)) == 1
     with pytest.raises(ProtocolError, match=text):
         rebuild_small([msgspec.structs.replace(GOOD, **change)], bytearray(16), 0)
+
+
+def test_without_numpy_they_arrive_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = [torch.rand(2, 3, requires_grad=True), torch.tensor(4), torch.rand(1, 1, 5)]
+    _plain_form.cache_clear()
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    try:
+        assert all(map(torch.equal, travel(*sent), sent))
+        with pytest.raises(ProtocolError, match="begins at byte 16 of 16"):
+            rebuild_small([GOOD, GOOD], bytearray(16), 0)
+    finally:
+        _plain_form.cache_clear()
+
+
+def test_more_dimensions_than_numpy_has() -> None:
+    (tensor,) = travel(torch.ones([1] * 40 + [2]))
+    assert tensor.shape == torch.Size([1] * 40 + [2])
 
 
 def test_more_tensors_than_bytes_are_refused() -> None:

@@ -68,7 +68,7 @@ def record_call(
     if not context.usable:
         context.check_usable()
     context.participants.add(to)  # before the Send: a pass that counts that one must know whom to ask
-    message_id = _record_send(registry, context, to, tensors)
+    message_id = _record_send(registry, context, to, tensors, later=True)
     metadata = AutogradMetadata(context.context_id, message_id)
     recorded = registry.recorded(context, to, message_id)
     return RpcWithAutograd(metadata, message, context.strict), recorded  # type: ignore[arg-type] # it is in _CALLS
@@ -92,18 +92,22 @@ class _WithoutGrad:
     def __call__(self, message: AnyMessage, tensors: list[Tensor]) -> tuple[AnyMessage, list[Tensor]]:
         return message, without_grad(tensors) if tensors else tensors
 
-    def unsent(self) -> None:
+    def sent(self) -> None:
         """Nothing was recorded."""
+
+    unsent = sent
 
 
 _WITHOUT_GRAD = _WithoutGrad()
 
 
-def _record_send(registry: Registry, context: Context, to: WorkerId, tensors: list[Tensor]) -> MessageId:
+def _record_send(
+    registry: Registry, context: Context, to: WorkerId, tensors: list[Tensor], later: bool = False
+) -> MessageId:
     message_id = next(registry.message_ids)
     sent = [*filter(_requires_grad, tensors)]
     if sent and not context.ended:
-        context.sends[message_id] = SendNode(message_id, to, sent)
+        context.sends[message_id] = SendNode(message_id, to, sent, later)
     return message_id
 
 
@@ -168,9 +172,16 @@ class _Recorded(msgspec.Struct, eq=False):
             context.arrived(message_id, self._to)  # its Send must hear from here, with or without a Recv
             raise
 
+    def sent(self) -> None:
+        """The call has left: now there is time to look where the gradients of its tensors will go."""
+        send = self._context.sends.get(self._message_id)
+        if send is not None:
+            send.resolve()
+
     def unsent(self) -> None:
         """The call did not leave: nobody will ever return gradients for its tensors."""
         self._context.unsent.add(self._message_id)
+        self.sent()
 
 
 class _RecordedForStranger(_Recorded, eq=False):

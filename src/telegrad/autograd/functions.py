@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import Parameter
 
 from telegrad.errors import AutogradError, GradientMismatch
 from telegrad.ids import MessageId, WorkerId
@@ -30,7 +31,8 @@ Gradients: TypeAlias = Sequence[Tensor | None]
 _is_grad_enabled, _in_inference_mode = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _strided = torch.strided
 _WrittenInPython = torch._C._FunctionBase  # an edge to such a node has to keep it alive
-_is_nested = attrgetter("is_nested")
+_is_nested, _is_leaf = attrgetter("is_nested"), attrgetter("is_leaf")
+_PLAIN = {Tensor, Parameter}
 
 
 class TensorMeta(NamedTuple):
@@ -64,29 +66,48 @@ def _nested_again(numbers: Any, like: Any) -> Tensor:
 
 
 _meta: Callable[[Tensor], tuple[torch.Size, torch.dtype, torch.device]] = attrgetter("shape", "dtype", "device")
-_following: Callable[[GradientEdge], tuple[Any, ...]] = attrgetter("node.next_functions")
 
 
 class SendNode:
     """Where the gradients of one message's tensors enter the graph of the worker that sent it."""
 
-    __slots__ = ("__weakref__", "at_leaves", "edges", "message_id", "metas", "peer")
+    __slots__ = ("__weakref__", "_tensors", "at_leaves", "edges", "message_id", "metas", "peer")
     edges: list[GradientEdge]
     metas: list[tuple[torch.Size, torch.dtype, torch.device]]
+    at_leaves: bool  # whether all its tensors are leaves: then its gradients enter no graph
 
-    def __init__(self, message_id: MessageId, peer: WorkerId, tensors: Sequence[Tensor]) -> None:
-        """`tensors` are those of the message that require grad, in its order."""
+    def __init__(self, message_id: MessageId, peer: WorkerId, tensors: Sequence[Tensor], later: bool = False) -> None:
+        """`tensors` are those of the message that require grad, in its order. With `later` its maker will `resolve` it,
+        when the message has left, and until then nothing is done about leaves."""
         self.message_id = message_id
         self.peer = peer
+        self._tensors: Sequence[Tensor] | None = tensors
+        # The node of any other tensor is taken now: an in-place operation may give it another, even before its caller
+        # goes on, for the worker that is called may call back.
+        self.at_leaves = all(map(_is_leaf, tensors))
+        if not later or not self.at_leaves or not _PLAIN.issuperset(map(type, tensors)):
+            self.resolve()
+
+    def resolve(self) -> None:
+        """See where the gradients go."""
+        tensors = self._tensors
+        if tensors is None:
+            return
         try:
             self.metas = [*map(_meta, tensors)]
         except RuntimeError:  # one is nested, and has no shape: its numbers are what travels
             tensors = [_numbers_of(tensor) if tensor.is_nested else tensor for tensor in tensors]
             self.metas = [*map(_meta, tensors)]
-        # Taken now, not when the gradient comes: an in-place operation may give the tensor another node meanwhile.
+            self.at_leaves = False
         self.edges = [*map(edge_of, tensors)]
-        # Whether all its tensors are leaves: then its gradients enter no graph.
-        self.at_leaves = not any(map(_following, self.edges))
+        self._tensors = None  # last: a thread that resolves it at the same time finds the same
+
+    def __getattr__(self, name: str) -> Any:
+        """For what is not there yet: a pass of another thread asks before the maker of this has come to it."""
+        if name.startswith("_") or self._tensors is None:
+            raise AttributeError(f"a SendNode has no {name!r}")
+        self.resolve()
+        return getattr(self, name)
 
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""
@@ -133,15 +154,16 @@ def edge_of(tensor: Tensor) -> GradientEdge:
             return GradientEdge(node, tensor.output_nr)
     elif tensor.layout is _strided and _is_grad_enabled():
         view: Any = tensor.view_as(tensor).grad_fn
-        leaf = view.next_functions[0][0]
-        if leaf is not None:
+        if view is not None and (leaf := view.next_functions[0][0]) is not None:
             return GradientEdge(leaf, 0)
     return _unusual_edge_of(tensor)
 
 
 def _unusual_edge_of(tensor: Tensor) -> GradientEdge:
     """The same of any other. A view of a view made under `no_grad` says that it requires grad, but leads nowhere: in
-    one process its gradient is dropped, and so it is here."""
+    one process its gradient is dropped, and so it is here; and so is that of a leaf that requires grad no more."""
+    if not tensor.requires_grad:
+        return get_gradient_edge(anchored(_Drop, tensor.detach()))
     if tensor.layout is not _strided:  # torch asks a view of the tensor, and there is none of a sparse one
         with torch.enable_grad():
             owner: Any = tensor.clone().grad_fn

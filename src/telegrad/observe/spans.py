@@ -80,6 +80,11 @@ class _Ending:
         span.end()
         return (message, tensors) if self.inner is None else self.inner(message, tensors)
 
+    def sent(self) -> None:
+        """The call has left."""
+        if self.inner is not None:
+            self.inner.sent()
+
     def unsent(self) -> None:
         """The call did not leave."""
         if self.inner is not None:

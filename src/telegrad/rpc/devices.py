@@ -49,7 +49,9 @@ class Placement:
         budget.share = options.cuda_memory_share
         order.direct = options.cuda_direct
 
-    def describe(self, peer: Member, tensors: Sequence[Tensor], reply: bool = False) -> tuple[list[TensorSpec], Memory]:
+    def describe(
+        self, peer: Member, tensors: Sequence[Tensor], reply: bool = False
+    ) -> tuple[Sequence[TensorSpec], Memory]:
         """The specs of tensors for `peer`, with the devices they will have there, and their memory.
 
         To be called where there are CUDA tensors or maps at all. RuntimeError if nobody said where a tensor goes."""

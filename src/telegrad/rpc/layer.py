@@ -55,6 +55,9 @@ class OnReply(Protocol):
     def __call__(self, message: AnyMessage, tensors: list[torch.Tensor]) -> tuple[AnyMessage, list[torch.Tensor]]:
         """The reply came: the inner reply, and the tensors to unpack it with."""
 
+    def sent(self) -> None:
+        """The call has left: what is to be done before its caller goes on, while the other worker works."""
+
     def unsent(self) -> None:
         """The call did not leave this worker."""
 

@@ -113,7 +113,7 @@ def start_request(
         if around is not None:
             message, on_reply = around(message, on_reply)
         agent.runtime.calls_made += 1
-        return link.send(
+        slot = link.send(
             message,
             packed,
             timeout=timeout,
@@ -128,6 +128,9 @@ def start_request(
         if on_reply is not None:
             on_reply.unsent()
         raise
+    if on_reply is not None:
+        on_reply.sent()
+    return slot
 
 
 def wait_for_value(slot: Slot) -> Any:

@@ -181,6 +181,13 @@ class Graph:
             edge, gradient = roots.pop(position)
             self._add(edge[0], gradient)
 
+    def run_all_but_leaves(self, roots: list[Root]) -> None:
+        """Everything left above the leaves, of which there may be none."""
+        if self.leaves:
+            self.run_closed((), roots, [*self.leaves])
+        elif roots:
+            self._call(roots, (), True)
+
     def run_closed(self, nodes: Iterable[Node], roots: list[Root], leaves: Sequence[Node] | None = None) -> None:
         """Nodes that lead to nothing but each other and `leaves`; what arrives at these is added to their sums."""
         if not roots:

@@ -230,7 +230,7 @@ class LocalPass(Generic[K]):
                 if batch is _LAST:
                     graph.run_last(roots, self._at_leaves)
                 elif batch is _ALL_BUT_LEAVES:
-                    graph.run_closed((), roots, [*graph.leaves])
+                    graph.run_all_but_leaves(roots)
                 else:
                     self._run_part(graph, batch, roots)
                 if since and trace.recorder is not None:

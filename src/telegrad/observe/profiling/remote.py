@@ -106,6 +106,11 @@ class _Reply:
             return self._inner(message.reply, tensors)
         return message.reply, tensors
 
+    def sent(self) -> None:
+        """The call has left."""
+        if self._inner is not None:
+            self._inner.sent()
+
     def unsent(self) -> None:
         """The call did not leave."""
         if self._inner is not None:

@@ -37,7 +37,7 @@ _PARAMETER = int(Flag.PARAMETER)
 _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
 
 
-def disassemble(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment] | bytes]:
+def disassemble(tensors: Sequence[Tensor]) -> tuple[Sequence[TensorSpec], list[Segment] | bytes]:
     """Split tensors into specs and the memory to send: the bytes of a few small ones, or segments."""
     return describe_small(tensors) or describe(tensors)
 
