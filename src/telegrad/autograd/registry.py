@@ -13,7 +13,7 @@ from telegrad.autograd.context import Context
 from telegrad.errors import AutogradError, ContextNotFound
 from telegrad.ids import ContextId, MessageId, WorkerId, ids_of, number_of, random_ids_of, worker_of
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.current import require_agent
+from telegrad.rpc.current import require_agent, running
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.trust.guard import ContextHolder
 from telegrad.rpc.workers import Member, peer_of
@@ -186,4 +186,4 @@ def registry_of(agent: Agent) -> Registry:
 
 def registry() -> Registry:
     """The registry of this process's agent."""
-    return require_agent().layer(Registry)
+    return (running.agent or require_agent()).layer(Registry)

@@ -21,7 +21,7 @@ from telegrad.engine.passes import Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError
-from telegrad.rpc.current import require_agent
+from telegrad.rpc.current import require_agent, running
 from telegrad.rpc.futures import Future
 from telegrad.rpc.layer import Layer
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
@@ -76,7 +76,7 @@ def backward(
         ...     autograd.get_gradients(context_id)[x]
         tensor([2., 4.])
     """
-    agent = require_agent()
+    agent = running.agent or require_agent()
     since = 0.0 if trace.recorder is None else trace.now()
     service = agent.layer(PassService)
     context = service.registry.find(context_id)

@@ -199,7 +199,7 @@ class ReplyReader:
             self.state = IDLE
             if self._waiters or self._slots or self._pending.given_up:
                 self._pass_on()
-        if read:
+        if read and (read[-1] is not own or len(read) > 1 or not own.attended):  # else it takes that itself
             self._completion.by_caller(read, own)
 
     def _pass_on(self) -> None:
