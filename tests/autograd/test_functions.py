@@ -126,6 +126,12 @@ def test_a_send_of_leaves_is_resolved_when_its_message_has_left_or_a_pass_asks()
         SendNode(MESSAGE, PEER, [leaf], later=True).other  # noqa: B018 - the same before it is resolved
 
 
+def test_a_send_may_be_resolved_by_another_thread_in_the_moment_in_which_a_pass_asks() -> None:
+    send = SendNode(MESSAGE, PEER, [torch.ones(2, requires_grad=True)], later=True)
+    send.resolve()
+    assert send.__getattr__("edges") is send.edges  # as Python calls it: the place was empty when it looked
+
+
 def test_a_send_of_what_is_no_leaf_is_resolved_at_once() -> None:
     leaf = torch.ones(2, requires_grad=True)
     product = leaf * 3

@@ -50,6 +50,11 @@ def use_kept(name: str, x: Tensor) -> Tensor:
     return kept[name] * x
 
 
+def backward_from_kept_and_nested(context_id: int, nested: Tensor) -> None:
+    padded = nested.to_padded_tensor(0.0)
+    autograd.backward(context_id, [kept.pop("beside").sum() + (padded * 3).sum()])
+
+
 def change_kept(name: str) -> None:
     kept[name].mul_(10)
 
@@ -489,6 +494,18 @@ def test_received_tensors_may_be_changed_in_place(trio: Cluster) -> None:
         z.add_(y)
         autograd.backward(context_id, [z.sum()])
         assert autograd.get_gradients(context_id)[x].tolist() == [5.0, 7.0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_leaf_beside_another_send(trio: Cluster) -> None:
+    """The leaf waits for all that its worker hears, and takes the sum."""
+    x, nested = leaf(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True)
+    with autograd.context() as context_id:
+        rpc.rpc_sync("worker1", keep, ("beside", x))
+        rpc.rpc_sync("worker1", backward_from_kept_and_nested, (context_id, nested))
+        found = autograd.get_gradients(context_id)
+        assert [part.tolist() for part in found[nested].unbind()] == [[3.0] * 2, [3.0] * 3]
+        assert found[x].tolist() == weight.tolist()
 
 
 def test_a_worker_that_is_called_may_change_what_was_sent(trio: Cluster) -> None:

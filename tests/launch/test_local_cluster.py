@@ -1,5 +1,6 @@
 """A local cluster starts, carries functions of a script, shows output and errors, and always ends."""
 
+import gc
 import os
 import re
 import signal
@@ -121,6 +122,14 @@ def test_a_name_for_each() -> None:
         assert rpc.get_worker_info("ps").id == 1
     with pytest.raises(ValueError, match="a name of its own"), telegrad.local_cluster(names=["a", "a"]):
         pass
+
+
+def test_the_collector_of_a_worker_does_not_walk_torch() -> None:
+    """Nor is anything of the program's set aside, here or there."""
+    before = gc.get_freeze_count()
+    with telegrad.local_cluster(workers=2):
+        assert rpc.rpc_sync("worker1", gc.get_freeze_count) > 50_000
+        assert gc.get_freeze_count() == before
 
 
 def test_a_killed_worker_does_not_hold_up_the_end() -> None:

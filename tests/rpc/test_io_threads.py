@@ -65,6 +65,32 @@ def test_a_task_wakes_one_thread_and_the_end_wakes_all() -> None:
     wait_until(lambda: not threads._threads)
 
 
+def test_no_task_is_left_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = IoThreads("test", 8)
+    threads.start()
+    started, come, go = threading.Event(), threading.Event(), threading.Event()
+    threads.submit(go.wait)
+    wait_until(lambda: threads.working == 1)
+
+    def fail(thread: threading.Thread) -> None:
+        come.set()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    threads.submit(started.set)
+    assert come.wait(60), "the last idle thread is taken, and another is to join"
+    assert started.wait(60), "and though it cannot, the task runs"
+    go.set()
+    wait_until(lambda: threads.working == 0)
+    for _ in range(3):
+        done = threading.Event()
+        threads.submit(done.set)
+        assert done.wait(60)
+    monkeypatch.undo()
+    threads.close()
+    wait_until(lambda: not threads._threads)
+
+
 def test_many_threads_submit_at_once_and_no_task_is_left() -> None:
     threads = IoThreads("test", 4)
     threads.start()

@@ -129,6 +129,11 @@ def test_without_numpy_they_arrive_alike(monkeypatch: pytest.MonkeyPatch) -> Non
         _plain_form.cache_clear()
 
 
+def test_no_tensors_are_described() -> None:
+    specs, data = describe_small([]) or ([], b"?")
+    assert [*specs] == [] and data == b""
+
+
 def test_more_dimensions_than_numpy_has() -> None:
     (tensor,) = travel(torch.ones([1] * 40 + [2]))
     assert tensor.shape == torch.Size([1] * 40 + [2])

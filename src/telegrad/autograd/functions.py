@@ -33,6 +33,7 @@ _strided = torch.strided
 _WrittenInPython = torch._C._FunctionBase  # an edge to such a node has to keep it alive
 _is_nested, _is_leaf = attrgetter("is_nested"), attrgetter("is_leaf")
 _PLAIN = {Tensor, Parameter}
+_RESOLVED = {"edges", "metas"}
 
 
 class TensorMeta(NamedTuple):
@@ -85,7 +86,8 @@ class SendNode:
         # The node of any other tensor is taken now: an in-place operation may give it another, even before its caller
         # goes on, for the worker that is called may call back.
         self.at_leaves = all(map(_is_leaf, tensors))
-        if not later or not self.at_leaves or not _PLAIN.issuperset(map(type, tensors)):
+        is_plain = self.at_leaves and _PLAIN.issuperset(map(type, tensors)) and not any(map(_is_nested, tensors))
+        if not later or not is_plain:
             self.resolve()
 
     def resolve(self) -> None:
@@ -104,10 +106,10 @@ class SendNode:
 
     def __getattr__(self, name: str) -> Any:
         """For what is not there yet: a pass of another thread asks before the maker of this has come to it."""
-        if name.startswith("_") or self._tensors is None:
+        if name not in _RESOLVED:
             raise AttributeError(f"a SendNode has no {name!r}")
-        self.resolve()
-        return getattr(self, name)
+        self.resolve()  # unless another thread has, since it was not there
+        return object.__getattribute__(self, name)
 
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""

@@ -24,7 +24,7 @@ from telegrad.errors import AuthenticationError, ProtocolError, TelegradError
 from telegrad.wire.frames import MAX_FRAME
 
 MAGIC = b"TGRD"
-PROTOCOL = 5  # to be raised with every change of what is said here, of frames, or of the fields of a message
+PROTOCOL = 6  # to be raised with every change of what is said here, of frames, or of the fields of a message
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TICKET_BYTES = 16

@@ -130,8 +130,9 @@ class RecordedGraph(Graph):
             return
         wanted = {key: edge for key, edge in self._wanted.items() if edge.node in sums}
         if wanted:
+            nested = sums.take_nested()
             entry = (get_gradient_edge(sums.root()), torch.empty(0))
-            found = self._call([entry], tuple(wanted.values()), False)
+            found = self._call([*nested, entry], tuple(wanted.values()), False)
             self.captured.update({key: total for key, total in zip(wanted, found, strict=True) if total is not None})
 
     def run_closed(self, nodes: Iterable[Node], roots: list[Root], leaves: Sequence[Node] | None = None) -> None:

@@ -159,6 +159,8 @@ class Graph:
                 self._hand_over_large(roots)
                 break
         if self._sums:
+            roots = [*roots, *self._sums.take_nested()]
+        if self._sums:
             sums = self._sums.root()  # kept until the call returns: in inference mode an edge does not keep its node
             roots = [*roots, (get_gradient_edge(sums), torch.empty(0))]
         if not roots:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.functions import Gradients, anchored
 from telegrad.engine.local.regions import Edges
@@ -175,6 +175,12 @@ class LeafSums:
                 # torch adds a sparse tensor to a dense one, and not the other way round.
                 self._sums[leaf] = part + total if total.is_sparse and not part.is_sparse else total + part
                 self._owned.add(leaf)
+
+    def take_nested(self) -> list[tuple[GradientEdge, Tensor]]:
+        """The sums of nested leaves, taken out, as roots: torch makes no nested tensor an input of a Function, so they
+        enter at the leaves themselves, which copy them."""
+        nested = [node for node, total in self._sums.items() if total is not None and total.is_nested]
+        return [(GradientEdge(node, 0), self._sums.pop(node)) for node in nested]  # type: ignore[misc] # not None
 
     def root(self) -> Tensor:
         """A root whose backward visits each of these leaves with its sum. The sums are handed over to it."""

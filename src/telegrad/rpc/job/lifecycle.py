@@ -15,7 +15,6 @@ from typing import Any
 from telegrad.errors import AlreadyInitialized, RendezvousError, ShutdownError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
-from telegrad.rpc.job import garbage
 from telegrad.rpc.job.barrier import ask_who_is_missing, barrier
 from telegrad.rpc.job.ending import ending_at_exit, ending_by
 from telegrad.rpc.job.environment import detect
@@ -116,7 +115,6 @@ def start_worker(
             raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
         agent = start(name, rank, world_size, options, store, job)
     take_share(agent.directory.workers_here(agent.member))
-    garbage.watch()
     return agent
 
 
@@ -143,7 +141,6 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         let_go_of_store(agent)
         agent.close()
         return_share()
-        garbage.take_back()
         interrupts.uninstall()
 
 
@@ -235,7 +232,6 @@ def _end_early(agent: Agent, ending: str) -> None:
     agent.close(ending=ending)
     let_go_of_store(agent, ending=ending)
     return_share()
-    garbage.take_back()
     interrupts.uninstall()
 
 

@@ -148,7 +148,16 @@ class IoThreads:
             thread = threading.Thread(target=self._work, name=f"{self._name}-io", daemon=True)
             self._threads.add(thread)
             self._idle += 1
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no more: those that there are go on
+            with self._lock:
+                self._idle -= 1
+                self._threads.discard(thread)
+                none = not self._threads
+            if none:
+                raise
+            log.warning("%s could not start another I/O thread: %s", self._name, error)
 
     def _work(self) -> None:
         try:

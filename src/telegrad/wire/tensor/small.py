@@ -36,7 +36,7 @@ _kind: Callable[[Tensor], _Kind] = attrgetter("dtype", "shape", "requires_grad",
 def describe_small(tensors: Sequence[Tensor]) -> tuple[Sequence[TensorSpec], bytes] | None:
     """Specs and a copy of all bytes, if these are few, contiguous, on the CPU, and no two tensors share memory."""
     try:
-        if len(tensors) > 1:
+        if len(tensors) != 1:
             return _describe_several(tensors)
         (tensor,) = tensors
         # The shape of a nested tensor cannot be asked for, so such a one ends here.
