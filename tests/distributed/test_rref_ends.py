@@ -8,6 +8,7 @@ import pytest
 
 from telegrad import rpc
 from telegrad.errors import SerializationError, WorkerDied
+from telegrad.rpc.current import require_agent
 from telegrad.rpc.torch_modes import stand_in
 from telegrad.rref import RRefContext
 from tests.cluster import cluster, process, serve
@@ -59,6 +60,7 @@ def test_the_owner_dies(request: pytest.FixtureRequest) -> None:
         gc.disable()
         rref, slow = rpc.remote("worker1", add, (1, 1)), rpc.remote("worker1", gated, ("never", 1))
         rpc.rpc_sync("worker2", keep, (rref,))
+        incarnation = require_agent().find("worker1").incarnation
         job.kill("worker1")
         for use in (rref.to_here, slow.to_here, rref.rpc_sync().bit_length):
             with pytest.raises(WorkerDied, match="worker1"):
@@ -68,9 +70,11 @@ def test_the_owner_dies(request: pytest.FixtureRequest) -> None:
         with pytest.raises(WorkerDied, match="worker1") as sent:
             rpc.rpc_sync("worker2", keep, (rref,))
         assert sent.value.worker == "worker1" and isinstance(sent.value, SerializationError)
+        assert sent.value.incarnation == incarnation, "it says which one: another may have been started since"
         with pytest.raises(WorkerDied, match="worker1") as sent_on:  # comes home as what it is
             rpc.rpc_sync("worker2", share_kept, ("worker0",))
         assert sent_on.value.worker == "worker1" and isinstance(sent_on.value, SerializationError)
+        assert sent_on.value.incarnation == incarnation
         del sent, sent_on
         rpc.rpc_sync("worker2", let_go)
         del rref, slow, use

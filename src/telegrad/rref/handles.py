@@ -121,8 +121,9 @@ class UserHandle:
         owner = peer_of(self.owner)
         died = rrefs.lost.get(self.fork_id, owner if rrefs.agent.is_dead(self.owner) else None)
         if died is not None:
-            what = f"the value of {self} with it" if died == owner else f"{self} came from it too late"
-            raise rrefs.death_of(died, what)
+            if died == owner:
+                raise rrefs.death_of(died, f"the value of {self} with it", self.owner)
+            raise rrefs.death_of(died, f"{self} came from it too late")
 
     def fetch(self, timeout: float) -> Any:
         """A copy of the value, asked of its owner."""

@@ -63,7 +63,7 @@ class RRefContext(ReferenceHolder):
         self.closed = False
         self.deadlines = Deadlines(agent)
         self._ids: Iterator[int] = ids_of(self.me)
-        self._names: dict[PeerId, str] = {}  # of the dead
+        self._dead: dict[PeerId, Member] = {}
         self._changed = threading.Condition(threading.Lock())
         self._waiting = 0  # threads that wait for a change
         self._gone: deque[tuple[RRefId, ForkId | None]] = deque()
@@ -100,16 +100,22 @@ class RRefContext(ReferenceHolder):
         member = self.agent.directory.by_id(worker_id_of(peer))
         return member is None or peer_of(member) != peer or self.agent.is_dead(member)
 
-    def death_of(self, peer: PeerId, what: str) -> WorkerDied:
-        """The error for something that was lost with a worker."""
-        name = self.name_of(peer)
-        return WorkerDied(f"worker {name!r} is gone, and {what}. Create it again on a living worker", worker=name)
+    def death_of(self, peer: PeerId, what: str, member: Member | None = None) -> WorkerDied:
+        """The error for something that was lost with a worker; `member` is that one, where it is known."""
+        member = member or self._known(peer)
+        name, incarnation = (str(worker_id_of(peer)), 0) if member is None else (member.name, member.incarnation)
+        text = f"worker {name!r} is gone, and {what}. Create it again on a living worker"
+        return WorkerDied(text, worker=name, incarnation=incarnation)
 
     def name_of(self, peer: PeerId) -> str:
         """The name of a worker, alive or dead."""
-        member = self.agent.directory.by_id(worker_id_of(peer))
-        known = member.name if member is not None and peer_of(member) == peer else None
-        return self._names.get(peer) or known or str(worker_id_of(peer))
+        member = self._known(peer)
+        return str(worker_id_of(peer)) if member is None else member.name
+
+    def _known(self, peer: PeerId) -> Member | None:
+        """A worker, alive or dead, as far as it was known here."""
+        member = self._dead.get(peer) or self.agent.directory.by_id(worker_id_of(peer))
+        return member if member is not None and peer_of(member) == peer else None
 
     # --- deciding ---
 
@@ -296,7 +302,7 @@ class RRefContext(ReferenceHolder):
 
     def on_death(self, member: Member) -> None:
         """An incarnation of a worker is gone for good."""
-        self._names[peer_of(member)] = member.name
+        self._dead[peer_of(member)] = member
         if not self.agent.closing:
             self.agent.io_threads.submit(partial(self._settle_death, member))
 
