@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd, rpc
 from telegrad.autograd.registry import registry
+from telegrad.engine.local.graph import Graph
 from telegrad.errors import AutogradError, ContextNotFound
 from tests.cluster import Cluster, cluster
 from tests.oracle.interpreter import await_empty
@@ -557,3 +558,26 @@ def test_a_running_pass_says_what_it_waits_for(trio: Cluster) -> None:
         autograd.backward(context_id, [y.sum()])
     assert len(waits) == 1
     assert waits[0].startswith("worker 'worker1' (message ")
+
+
+def test_the_engine_is_not_asked_to_give_a_leaf_its_gradient_unless_it_is_observed(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    run = Graph._call
+    monkeypatch.setattr(Graph, "_call", lambda *args, **kwargs: (calls.append(1), run(*args, **kwargs))[1])
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    x.grad = kept_grad = torch.zeros(2)
+
+    def step(**more: Any) -> tuple[int, Tensor]:
+        calls.clear()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("worker1", scale, (x,)).sum()], **more)
+            return len(calls), autograd.get_gradients(context_id)[x]
+
+    for more, engine_calls in (({}, 1), ({"retain_graph": True}, 2)):
+        count, gradient = step(**more)
+        assert count == engine_calls and torch.equal(gradient, weight) and x.grad is kept_grad
+    x.register_hook(lambda gradient: gradient * 2)
+    count, gradient = step()
+    assert count == 2 and torch.equal(gradient, 2 * weight)

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.functions import Gradients
+from telegrad.autograd.functions import Gradients, SendNode
 from telegrad.engine.gradients import take_present
 from telegrad.engine.passes import Pass
 from telegrad.errors import AutogradError, RpcTimeout, TelegradError
@@ -150,6 +150,8 @@ class RootPass(Pass):
         to wake another thread for each costs more than to read it. When one does not come, perhaps because it waits for
         what another brings, the I/O threads look after the other links."""
         asked = self._asked + self._invited if self._invited else self._asked
+        if not self.retain_graph:
+            self._look_at_leaves()
         alone = len(asked) > 1
         for slot in asked:
             if self.error is not None:
@@ -165,6 +167,16 @@ class RootPass(Pass):
                 slot.link.wait(slot)
             if slot.complete is not None:  # else it was taken as it came
                 self._take_answer(slot)
+
+    def _look_at_leaves(self) -> None:
+        """Others work now, so there is time for this: if all that is left to be done here is to give its gradients to
+        one Send, see whether that takes the engine."""
+        with self._lock:  # of those who hear
+            graph = self._graph
+            if graph is not None and not graph.leaves and len(self._unheard) == 1:
+                for send in self._unheard.values():
+                    if isinstance(send, SendNode) and send.at_leaves:
+                        send.look_at_leaves()
 
     def _sleep(self) -> None:
         if self._news is None:  # whoever settles something from here on sets it; the caller looks again before it waits

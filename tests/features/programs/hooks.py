@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from tests.features.table import program, refused
-from tests.features.world import STATE, call, call_on, keep, leaf, log, module, param
+from tests.features.world import STATE, call, call_on, data, given, keep, leaf, log, module, param
 
 
 def once(name: str) -> bool:
@@ -269,3 +269,99 @@ def global_module_hook(x: Tensor) -> Tensor:
 @program
 def a_hook_on_all_modules() -> Any:
     return call(global_module_hook, leaf(3, 2))
+
+
+# A leaf that one call sends and nobody observes gets its gradient without torch's engine; one that somebody does, not.
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def node_of(x: Tensor) -> Any:
+    return x.view_as(x).grad_fn.next_functions[0][0]
+
+
+@program
+def a_leaf_that_nobody_observes() -> Any:
+    return call(doubled, leaf(2, 3))
+
+
+@program
+def a_leaf_that_is_not_contiguous() -> Any:
+    return call(doubled, given(data(3, 2).t().requires_grad_()))
+
+
+@program
+def a_leaf_whose_gradient_is_not_contiguous() -> Any:
+    return call(doubled, leaf(3, 2)).t().sin()
+
+
+@program
+def a_leaf_with_a_tensor_hook() -> Any:
+    x = leaf(2)
+    x.register_hook(lambda g: log("leaf", g))
+    x.register_hook(lambda g: g * 3)
+    return call(doubled, x)
+
+
+@program
+def a_leaf_with_a_tensor_hook_that_was_registered_after_the_call() -> Any:
+    x = leaf(2)
+    y = call(doubled, x)
+    x.register_hook(lambda g: g * 3)
+    return y
+
+
+@program
+def a_leaf_with_a_post_accumulate_hook() -> Any:
+    x = leaf(2)
+    x.register_post_accumulate_grad_hook(lambda p: log("accumulated", p.grad))
+    return call(doubled, x)
+
+
+@program
+def a_leaf_whose_node_has_a_hook() -> Any:
+    x = leaf(2)
+    node = keep("node", node_of(x))
+    node.register_hook(lambda into, out: log("after", list(out)))
+    return call(doubled, x)
+
+
+@program
+def a_leaf_whose_node_has_a_hook_and_is_held_by_the_call_alone() -> Any:
+    x = leaf(2)
+    y = call(doubled, x)
+    node_of(x).register_hook(lambda into, out: log("after", list(out)))
+    return y
+
+
+@program
+def a_leaf_whose_node_has_a_prehook_and_is_held_by_the_call_alone() -> Any:
+    x = leaf(2)
+    y = call(doubled, x)
+    node_of(x).register_prehook(lambda out: (out[0] * 5,))
+    return y
+
+
+@program
+def a_leaf_that_is_in_another_graph() -> Any:
+    x = leaf(2)
+    keep("graph", x * 3)
+    return call(doubled, x)
+
+
+def sum_of(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+@program
+def two_leaves_that_have_one_gradient() -> Any:
+    return call(sum_of, leaf(2), leaf(2))
+
+
+@program
+def two_leaves_of_which_one_has_a_hook() -> Any:
+    x, y = leaf(2), leaf(2)
+    y.register_hook(lambda g: g * 3)
+    return call(sum_of, x, y).sin()

@@ -23,6 +23,7 @@ from torch.autograd.graph import Node
 
 from telegrad import trace
 from telegrad.autograd.functions import Gradients, RecvNode, Taker
+from telegrad.autograd.leaf_nodes import are_taken_as_they_are
 from telegrad.cuda import order
 from telegrad.engine.local.cut import empty_queue
 from telegrad.engine.local.graph import Entered, Graph, reached_from
@@ -187,6 +188,9 @@ class LocalPass(Generic[K]):
             return
         if gradients is None:
             self._some_dead = True
+        elif send.unobserved and are_taken_as_they_are(gradients):
+            graph: Any = self._graph
+            graph.gradients = dict(zip(send.unobserved, gradients, strict=True))
         else:
             try:
                 entering = [*zip(send.edges, gradients, strict=True)]
