@@ -57,6 +57,8 @@ class Held:
     def after_hold(self) -> None:
         pass
 
+    before_flush = after_hold
+
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:

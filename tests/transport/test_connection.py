@@ -618,7 +618,7 @@ def _damaged(chance: random.Random) -> bytes:
                 del raw[at:]
             case 4 if len(raw) >= HEADER.size + LENGTHS.size:
                 record, *lengths = [chance.choice([0, 1, 50, 2**16, 2**31]) for _ in range(3)]
-                HEADER.pack_into(raw, 0, MAGIC, VERSION, chance.randint(0, 2), record)
+                HEADER.pack_into(raw, 0, MAGIC, VERSION, chance.randint(0, 3), record)
                 LENGTHS.pack_into(raw, HEADER.size, *lengths)
         if not raw:
             raw = bytearray(b"\0")

@@ -97,7 +97,7 @@ def test_a_loan_waits_copies_and_tells(lender: DeviceLender, cuda: Noted) -> Non
     block = lender.take(0, 1000)
     peer = borrower_of(block)
     loan = peer.borrow(block.name)
-    segment: DeviceSegment = loan[64:164]
+    segment: DeviceSegment = loan.part(64, 100)
     del loan
     segment.copy_to(99, torch.device("cuda", 0))
     assert cuda.calls == [
@@ -114,7 +114,7 @@ def test_what_is_wanted_of_a_loan_is_copied_and_told_at_once(lender: DeviceLende
     block = lender.take(0, 1000)
     block.flag.written.set(1)
     loan = borrower_of(block).borrow(block.name)
-    loan.copy_all([loan[0:64], loan[64:164]], [99, 999], torch.device("cuda", 0))
+    loan.copy_all([loan.part(0, 64), loan.part(64, 100)], [99, 999], torch.device("cuda", 0))
     assert cuda.calls == [
         ("copy", 99, block.address, 64, 7),
         ("copy", 999, block.address + 64, 100, 7),

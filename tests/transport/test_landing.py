@@ -26,7 +26,7 @@ from telegrad.transport.device.grants import Granted
 from telegrad.transport.device.in_place import InPlace
 from telegrad.transport.device.landing import FIRST_GRANT
 from telegrad.wire.block_notices import GrantDeviceMemory
-from telegrad.wire.frames import FrameKind
+from telegrad.wire.frames import FrameKind, SegmentSpec
 from telegrad.wire.messages import AnyMessage, Ping
 from telegrad.wire.tensor.on_device import Form
 from telegrad.wire.tensor.segments import Segment
@@ -111,7 +111,7 @@ def test_a_tensor_is_written_to_where_it_stays(ends: Ends, cuda: Noted) -> None:
     assert place is not None and is_granted(place.block)
     (copied, written) = cuda.calls
     assert copied[0] == "copy" and copied[2:4] == (segments[0].address, 100)
-    granted = ends.here.landing.arrive(place.block - FIRST_GRANT)[place.offset : place.offset + 100]
+    granted = ends.here.landing.arrive(place)
     granted._teller.flag.written.set(written[3])
     tensor = granted.tensor(FORM)
     assert tensor.data_ptr() == copied[1] and tensor.shape == (25,)
@@ -131,7 +131,7 @@ def test_the_number_of_the_first_tells_for_all_of_a_message(ends: Ends, cuda: No
     found: list[Granted] = []
     for place in placed:
         assert place is not None
-        found.append(ends.here.landing.arrive(place.block - FIRST_GRANT)[place.offset : place.offset + 100])
+        found.append(ends.here.landing.arrive(place))
     assert found[0]._teller is found[1]._teller
     cuda.calls.clear()
     for one in found:
@@ -144,30 +144,34 @@ def test_without_a_place_for_each_it_goes_through_a_block(ends: Ends, cuda: Note
     specs, segments = sent(cuda, 104)
     (place,) = ends.there.lend(specs, segments)
     assert place is not None and not is_granted(place.block)
-    assert len(ends.there.offers) == 1
+    assert len(ends.there.offers._unused) == 1
     specs, segments = sent(cuda, 100, "cuda:1")  # the peer's other GPU
     (place,) = ends.there.lend(specs, segments)
     assert place is not None and not is_granted(place.block)
 
 
-def test_memory_in_use_on_its_stream_is_granted_later(ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[bool] = []
-
-    class Event:
-        def record(self, stream: object) -> None:
-            pass
-
-        def query(self) -> bool:
-            return bool(done)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+def test_memory_in_use_on_its_stream_is_not_written_to_before_it_is_free(ends: Ends, cuda: Noted) -> None:
     cuda.idle = False
+    cuda.calls.clear()
     grant(ends)
-    assert len(ends.there.offers) == 0
-    done.append(True)
-    ends.talk()
-    assert len(ends.there.offers) == 1
+    (told,) = cuda.calls
+    assert told[0] == "write", "its stream says when nothing is at work there any more"
+    (offer,) = ends.there.offers._unused.values()
+    assert not ends.there.offers.take(0, [offer.key])
+    specs, segments = sent(cuda)
+    (place,) = ends.there.lend(specs, segments)
+    assert place is not None and not is_granted(place.block)
+    offer.flag.free.set(offer.use)
+    (place,) = ends.there.lend(specs, segments)
+    assert place is not None and is_granted(place.block)
+
+
+def test_of_several_places_the_oldest_is_taken(ends: Ends) -> None:
+    grant(ends, 2)
+    first, second = ends.there.offers._unused.values()
+    assert not ends.there.offers.take(0, [first.key] * 3)
+    assert ends.there.offers.take(0, [first.key]) == (first,)
+    assert ends.there.offers.take(0, [first.key]) == (second,)
 
 
 def test_memory_is_prepared_when_the_thread_has_sent_something(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +194,7 @@ def test_what_is_not_used_goes_back(ends: Ends) -> None:
     assert blocks.budget.taken(0) == before + 100
     ends.here.landing.trim(time.monotonic())
     ends.talk()
-    assert len(ends.there.offers) == 0
+    assert len(ends.there.offers._unused) == 0
     ends.here.landing.trim(time.monotonic())
     assert blocks.budget.taken(0) == before and ends.here.landing.granted == (0, 0)
 
@@ -202,13 +206,13 @@ def test_what_is_used_as_it_is_reclaimed_is_a_tensor_all_the_same(ends: Ends, cu
     ends.talk()
     ends.here.landing.trim(time.monotonic())
     assert place is not None
-    ends.here.landing.arrive(place.block - FIRST_GRANT)
+    ends.here.landing.arrive(place)
 
 
 def test_grants_are_few(ends: Ends) -> None:
     for _ in range(10):
         grant(ends)
-    assert len(ends.there.offers) == 4
+    assert len(ends.there.offers._unused) == 4
     for _ in range(10):
         ends.here.landing.prepare(0, [Form(torch.float32, (2**23,), ())])
     assert len([grant for grant in ends.here.landing._prepared if grant.nbytes > 100]) == 1
@@ -248,7 +252,7 @@ def test_a_tensor_whose_sender_is_gone_is_spoiled(ends: Ends, cuda: Noted) -> No
     grant(ends)
     (place,) = ends.there.lend(*sent(cuda))
     assert place is not None
-    tensor = ends.here.landing.arrive(place.block - FIRST_GRANT)[place.offset : place.offset + 100].tensor(FORM)
+    tensor = ends.here.landing.arrive(place).tensor(FORM)
     ends.gone = True
     cuda.calls.clear()
     ends.here.landing.close(lambda: ends.gone)
@@ -260,7 +264,7 @@ def test_what_nobody_took_is_kept_until_it_is_written(ends: Ends, cuda: Noted) -
     grant(ends)
     (place,) = ends.there.lend(*sent(cuda))
     assert place is not None
-    ends.here.landing.arrive(place.block - FIRST_GRANT)[place.offset : place.offset + 100]
+    ends.here.landing.arrive(place)
     gc.collect()
     ends.here.landing.trim(0.0)
     (late,) = ends.here.landing._late
@@ -273,7 +277,7 @@ def test_what_nobody_took_is_kept_until_it_is_written(ends: Ends, cuda: Noted) -
 def test_lies_about_grants_are_refused(ends: Ends, cuda: Noted) -> None:
     landing = ends.here.landing
     with pytest.raises(ProtocolError, match="not granted"):
-        landing.arrive(0)
+        landing.arrive(SegmentSpec(100, FIRST_GRANT, 0))
     landing.prepare(0, [FORM])
     told = [message for message in ends.talk() if type(message) is GrantDeviceMemory]
     ((place,),) = [message.places for message in told]
@@ -283,11 +287,13 @@ def test_lies_about_grants_are_refused(ends: Ends, cuda: Noted) -> None:
         fields: dict[str, Any] = {name: getattr(place, name) for name in place.__struct_fields__}
         with pytest.raises(ProtocolError):
             ends.there.heard(GrantDeviceMemory(told[0].page, (type(place)(**{**fields, "place": 9, **wrong}),)))
-    granted = landing.arrive(place.place)
     with pytest.raises(ProtocolError, match="bytes are said to be"):
-        granted[0:99]
+        landing.arrive(SegmentSpec(99, FIRST_GRANT + place.place, place.place))
+    landing.prepare(0, [FORM])
+    ((other,),) = [message.places for message in ends.talk() if type(message) is GrantDeviceMemory]
     with pytest.raises(ProtocolError, match="named place"):
-        granted[50:150]
+        landing.arrive(SegmentSpec(100, FIRST_GRANT + other.place, 50))
+    assert len(landing._dropped) + len(landing._late) == 2, "memory that the peer may write to is kept"
 
 
 def test_over_a_connection_a_region_is_known_before_the_grants_in_it(cuda: Noted) -> None:
@@ -303,7 +309,7 @@ def test_over_a_connection_a_region_is_known_before_the_grants_in_it(cuda: Noted
         a.send(FrameKind.NOTICE, 2, 0, Ping())
         regions.exported.clear()
         receive(b, 1)
-        assert len(there.offers) == 1
+        assert len(there.offers._unused) == 1
 
 
 # --- read where they lie ---
@@ -319,7 +325,7 @@ def leave(ends: Ends, cuda: Noted) -> tuple[InPlace, Any, Segment]:
     ends.talk()
     assert place is not None
     loan = ends.there.borrower.borrow(place.block)
-    return in_place[0], loan[place.offset : place.offset + place.nbytes], segments[0]
+    return in_place[0], loan.part(place.offset, place.nbytes), segments[0]
 
 
 def test_a_tensor_is_read_where_it_lies(ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,9 +397,9 @@ def test_lies_about_regions_are_refused(ends: Ends, cuda: Noted) -> None:
     (known,) = ends.here.shown._shown
     start = (known << 40) + 50
     with pytest.raises(ProtocolError, match="exceeds"):
-        segment.loan[start : start + 2**33]
+        segment.loan.part(start, 2**33)
     with pytest.raises(ProtocolError, match="without announcing"):
-        segment.loan[10**6 << 40 : (10**6 << 40) + 8]
+        segment.loan.part(10**6 << 40, 8)
     borrower: DeviceBorrower = ends.there.borrower
     for number, memory in ((0, bytes(64)), (known, bytes(64)), (2**22, bytes(64)), (10**6, b"short")):
         with pytest.raises(ProtocolError):

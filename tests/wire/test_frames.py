@@ -150,7 +150,7 @@ def test_inline_bytes_of_large_frames_are_aligned() -> None:
 LYING = {
     "magic": HEADER.pack(b"HT", VERSION, WHOLE, 10),
     "version": HEADER.pack(MAGIC, VERSION + 1, WHOLE, 10),
-    "form": HEADER.pack(MAGIC, VERSION, 3, 10),
+    "form": HEADER.pack(MAGIC, VERSION, 4, 10),
     "streams": HEADER.pack(MAGIC, VERSION, STRIPED, 10) + LENGTHS.pack(0, 2**24),
     "length of the record": HEADER.pack(MAGIC, VERSION, WHOLE, MAX_RECORD + 1),
     "length of the payload": HEADER.pack(MAGIC, VERSION, WITH_MEMORY, 10) + LENGTHS.pack(2**63, 0),

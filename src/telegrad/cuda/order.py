@@ -54,11 +54,12 @@ class Number(Protocol):
 class Lane:
     """One stream on each device in use, for one request or one pass at a time."""
 
-    __slots__ = ("_raw", "_streams", "ended", "ended_at", "reads", "unfinished", "uses")
+    __slots__ = ("_raw", "_streams", "ended", "ended_at", "handles", "reads", "unfinished", "uses")
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._raw: list[_Raw] = []
+        self.handles: dict[int, int] = {}  # by device: the stream as the CUDA runtime knows it
         self.ended = False  # its request or pass has been answered: others may know of it, and must see its work
         self.unfinished = False  # whether some of that work may not be done
         self.ended_at = 0
@@ -69,12 +70,14 @@ class Lane:
         """The stream on one device."""
         found = self._streams.get(device)
         if found is None:
-            found = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # of torch's
+            found = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # of torch's
+            self.put(found)
         return found
 
     def put(self, stream: torch.cuda.Stream) -> None:
         """Have this one on its device."""
         self._streams[stream.device_index] = stream
+        self.handles[stream.device_index] = stream.cuda_stream
 
     def streams(self) -> list[torch.cuda.Stream]:
         """Those on all devices in use."""
@@ -135,18 +138,18 @@ def take(arrived: int = 0) -> Lane:
             lane = Lane()
             _lanes.append(lane)
         lane.ended = False
-    follow_all(lane.stream, arrived)
+    follow_all(lane.stream, arrived, lane)
     return lane
 
 
-def follow_all(stream_on: Callable[[int], torch.cuda.Stream], before: int) -> None:
+def follow_all(stream_on: Callable[[int], torch.cuda.Stream], before: int, own: Lane | None = None) -> None:
     """Have streams, one for each device, wait for the default ones and for all that was answered here before a
-    moment: they may use whatever memory is free then."""
+    moment: they may use whatever memory is free then. If they are those of a lane, not for its `own` work."""
     for device in _devices:
         default = _default_stream(device)
         if not default.query():
             _wait(stream_on(device), default)
-    _follow(stream_on, before)
+    _follow(stream_on, before, own)
 
 
 def _wait(ours: torch.cuda.Stream, theirs: torch.cuda.Stream) -> None:
@@ -202,10 +205,14 @@ def give_back(lane: Lane) -> None:
         _free.append(lane)
 
 
-def _follow(stream_on: Callable[[int], torch.cuda.Stream], before: int) -> None:
+def _follow(stream_on: Callable[[int], torch.cuda.Stream], before: int, own: Lane | None = None) -> None:
     """Have streams, one for each device, wait for the unfinished work of all lanes that have ended before a moment."""
     with _lock:
-        ended = [(lane, lane.uses) for lane in _lanes if lane.ended and lane.unfinished and lane.ended_at < before]
+        ended = [
+            (lane, lane.uses)
+            for lane in _lanes
+            if lane.ended and lane.unfinished and lane.ended_at < before and lane is not own
+        ]
     for lane, uses in ended:
         unfinished = False
         for theirs in lane.streams():
@@ -238,9 +245,10 @@ class on:  # noqa: N801 - used like a function; a class, because each request en
         self._lane = lane
 
     def __enter__(self) -> None:
-        streams = self._lane.raw()
+        lane = self._lane
+        streams = lane.raw()
+        self._outer, _local.lane = _local.lane, lane
         self._before = [_current(device) for _, device, _ in streams]
-        self._outer, _local.lane = _local.lane, self._lane
         if self._before != streams:  # a pass that begins within a request is on its lane
             _set_current(streams)
 
@@ -287,12 +295,12 @@ def hand_over(tensors: Iterable[Tensor | None], lane: Lane) -> None:
         if tensor is None or not tensor.is_cuda:
             continue
         device = tensor.get_device()
-        stream, current = lane.stream(device), torch.cuda.current_stream(device)
-        if stream == current:
+        if lane.handles.get(device) == current_stream(device):
             continue
+        stream = lane.stream(device)
         if device not in waited:
             waited.add(device)
-            _wait(stream, current)
+            _wait(stream, torch.cuda.current_stream(device))
         for part in _with_memory(tensor):
             part.record_stream(stream)
 

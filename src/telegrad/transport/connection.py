@@ -22,7 +22,7 @@ from telegrad.transport.stripes.threads import PartThreads
 from telegrad.transport.tensor_memory import BLOCK_NOTICES
 from telegrad.wire.block_notices import StripesReady
 from telegrad.wire.frame_reader import FrameReader
-from telegrad.wire.frames import NOTICE, STRIPED, Frame, encode_prefix, encode_whole
+from telegrad.wire.frames import NOTICE, STRIPED, Frame, encode_naming, encode_prefix, encode_whole
 from telegrad.wire.messages import AnyMessage
 from telegrad.wire.parts import STRIPE_FROM
 from telegrad.wire.tensor.segments import Segment
@@ -53,7 +53,8 @@ class Connection(Outgoing):
         self._reader = FrameReader(heap.allocate, max_frame)
         self._reader.uploading = self.memory.upload
         self.copier = self.memory.copier
-        self.after_hold: Callable[[], None] = _nothing  # called when what was held back has been written in time
+        self.before_flush: Callable[[], None] = _nothing  # called when what is held back is about to be written in time
+        self.after_hold: Callable[[], None] = _nothing  # and when it has been
         self.closed = False
 
     def __repr__(self) -> str:
@@ -99,6 +100,11 @@ class Connection(Outgoing):
         else:
             placed = self.memory.place(tensors, memory, in_place)  # type: ignore[arg-type] # not bytes
             table, inline, length, in_blocks = placed
+            if not inline and len(payload) < SMALL_PAYLOAD:
+                frame = encode_naming(kind, request_id, ack, message, payload, tensors, table)
+                if len(frame) <= SMALL_FRAME:
+                    self.send_encoded(frame, deadline, hold)
+                    return None if in_blocks else frame
             if length >= STRIPE_FROM and self._uses_stripes():
                 prefix = encode_prefix(kind, request_id, ack, message, tensors, table, len(payload), length, STRIPED)
                 self._check_size([prefix, payload, *inline])

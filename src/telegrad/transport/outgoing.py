@@ -16,7 +16,7 @@ from telegrad.cuda import host, order
 from telegrad.errors import SerializationError
 from telegrad.transport.stream import Stream
 from telegrad.transport.tensor_memory import TensorMemory
-from telegrad.wire.frames import NOTICE, encode_prefix, encode_whole, max_record
+from telegrad.wire.frames import NOTICE, encode_naming, encode_whole, max_record
 from telegrad.wire.messages import AnyMessage
 
 log = logging.getLogger("telegrad.transport")
@@ -103,7 +103,7 @@ class Outgoing:
 
     def _tell(self, message: AnyMessage) -> None:
         """Have a notice written before anything that is sent from now on."""
-        self.outbox.append(encode_prefix(NOTICE, 0, 0, message))
+        self.outbox.append(encode_naming(NOTICE, 0, 0, message))
 
     def _write(self, buffers: list[Any], deadline: float | None) -> None:
         """Write, after what waits. TimeoutError at the deadline, also if another thread is still writing."""
@@ -118,14 +118,18 @@ class Outgoing:
         self._has_written()
 
     def _has_written(self) -> None:
-        if order.active and self.memory.devices is not None:
-            self.memory.devices.landing.prepare_expected()
+        """Something was written, and its reader is busy with it: a time for what nobody waits for."""
+        devices = self.memory.devices
+        if devices is not None and devices.landing.expected:
+            devices.landing.prepare_expected()
+            if devices.landing.has_news:
+                self.flush()  # so that it is not in the way of the next message
 
     def _waiting(self) -> list[bytes]:
         """Under the lock: what was held back and what is to be told about blocks, taken out to be written."""
         notices: list[bytes] = []
         if self._released or self._retired or self.memory.devices is not None:
-            notices = [encode_prefix(NOTICE, 0, 0, notice) for notice in self.memory.notices()]
+            notices = [encode_naming(NOTICE, 0, 0, notice) for notice in self.memory.notices()]
         held: list[bytes] = []
         while self.outbox:
             held.append(self.outbox.popleft())

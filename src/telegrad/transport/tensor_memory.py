@@ -23,7 +23,6 @@ from telegrad.transport.device.blocks import budget
 from telegrad.transport.device.channel import DEVICE_NOTICES, DeviceChannel, is_granted, is_of_device
 from telegrad.transport.device.flags import Page
 from telegrad.transport.device.in_place import InPlace
-from telegrad.transport.device.landing import FIRST_GRANT
 from telegrad.transport.stream import Stream, is_running
 from telegrad.wire.block_notices import ReleaseBlocks, RetireBlocks
 from telegrad.wire.frames import INLINE, Frame, SegmentSpec, align, returned
@@ -85,7 +84,7 @@ class TensorMemory:
         self, tensors: Sequence[TensorSpec], segments: Sequence[Segment], in_place: list[InPlace] | None = None
     ) -> Placed:
         """Put the memory of a message where the peer will find it; `in_place` as in `DeviceChannel.lend`."""
-        if order.active and any(s.device != HOST for s in segments):
+        if order.active and segments and (segments[0].device != HOST or any(s.device != HOST for s in segments)):
             return self._place_with_devices(tensors, segments, in_place)
         total = sum(s.nbytes for s in segments)
         if total >= SHARE_FROM and self._sharing and self.lender is not None and self.lender.lent_bytes < LEND_LIMIT:
@@ -101,6 +100,8 @@ class TensorMemory:
         placed: list[SegmentSpec | None] = [None] * len(segments)
         if self.lender is not None:
             placed = self._device_channel().lend(tensors, segments, in_place)
+            if None not in placed:
+                return Placed(placed, [], 0, True)  # type: ignore[arg-type] # there is none
         rest = [segment for segment, at in zip(segments, placed, strict=True) if at is None]
         data: list[Any] = []
         length = 0
@@ -220,16 +221,18 @@ class TensorMemory:
         buffers: list[Any] = []
         inline: memoryview | None = None
         for segment in frame.segments:
+            if is_of_device(segment.block):
+                buffers.append(self._find_on_device(segment, borrowed))
+                if segment.nbytes >= SHARE_FROM:  # on the GPU there are small ones, too
+                    frame.is_large = True
+                continue
             if segment.block == INLINE:
                 if inline is None:
                     inline = memoryview(frame.data if frame.data is not None else b"").cast("B")[frame.data_offset :]
                 memory = inline
             else:
                 memory = borrowed.get(segment.block) or self._memory_of(segment.block, borrowed)
-                if segment.nbytes >= SHARE_FROM or not is_of_device(
-                    segment.block
-                ):  # on the GPU there are small ones, too
-                    frame.is_large = True
+                frame.is_large = True
             end = segment.offset + segment.nbytes
             if segment.nbytes < 0 or segment.offset < 0 or end > len(memory):
                 raise ProtocolError(
@@ -241,18 +244,25 @@ class TensorMemory:
             frame.upload = None
         frame.buffers = buffers
 
+    def _find_on_device(self, segment: SegmentSpec, loans: dict[int, Any]) -> Any:
+        """The same on the GPU: in a block of the peer's, or where it was granted to the peer to write."""
+        if self.lender is None:
+            raise ProtocolError("the peer used device memory on a connection that has none")
+        if segment.nbytes < 0 or segment.offset < 0:
+            raise ProtocolError(f"a segment of {segment.nbytes} bytes at {segment.offset} of device memory")
+        channel = self.devices or self._device_channel()
+        if is_granted(segment.block):
+            return channel.landing.arrive(segment)
+        loan = loans.get(segment.block)
+        if loan is None:
+            loan = loans[segment.block] = channel.borrower.borrow(segment.block)
+        return loan.part(segment.offset, segment.nbytes)
+
     def _memory_of(self, block: int, known: dict[int, Any]) -> Any:
         """The memory of a block that a message names: of the peer's, or one of ours that it gives back."""
         lane = self._stream.lane
         if lane is None or self.lender is None:
             raise ProtocolError("the peer used shared memory on a connection that has none")
-        if is_of_device(block):
-            channel = self._device_channel()
-            found: Any = (
-                channel.landing.arrive(block - FIRST_GRANT) if is_granted(block) else channel.borrower.borrow(block)
-            )
-            known[block] = found
-            return found
         if block < INLINE:
             alias = self.lender.regain(returned(block))
         else:

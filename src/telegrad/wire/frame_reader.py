@@ -15,9 +15,11 @@ from telegrad.wire.frames import (
     MAGIC,
     MALFORMED,
     MAX_FRAME,
+    NAMING_BEGINS,
     STRIPED,
     VERSION,
     WHOLE_BEGINS,
+    WITH_MEMORY,
     Frame,
     align,
     decode,
@@ -30,6 +32,8 @@ from telegrad.wire.parts import STRIPE_FROM
 READ_SIZE = 64 * 1024
 _HEADER_BYTES = HEADER.size
 _STRIPED_BEGINS = BEGINS[STRIPED]
+_RECORD_ALONE = WHOLE_BEGINS, NAMING_BEGINS
+_WITH_LENGTHS = BEGINS[WITH_MEMORY], _STRIPED_BEGINS
 
 
 class Arrival(Protocol):
@@ -114,8 +118,12 @@ class FrameReader:
         try:
             if self.target is view and count >= _HEADER_BYTES:  # usually that is one frame, and nothing else
                 begins, record_bytes = unpack_header(view)
-                if begins == WHOLE_BEGINS and record_bytes == count - _HEADER_BYTES <= self._max_whole:
-                    return [decode(view[_HEADER_BYTES:count])]
+                if record_bytes == count - _HEADER_BYTES <= self._max_whole:
+                    if begins == WHOLE_BEGINS:
+                        return [decode(view[_HEADER_BYTES:count])]
+                    if begins == NAMING_BEGINS:
+                        self.has_memory = True
+                        return [decode(view[_HEADER_BYTES:count])]
             return self._received_of_large(count) if self._large is not None else self._received_in_buffer(count)
         except MALFORMED as error:
             raise malformed(error) from error
@@ -126,13 +134,15 @@ class FrameReader:
         while (begin := start + _HEADER_BYTES) <= limit:
             begins, record_bytes = unpack_header(view, start)
             end = begin + record_bytes
-            if begins == WHOLE_BEGINS and end <= limit and record_bytes <= self._max_whole:
+            if begins in _RECORD_ALONE and end <= limit and record_bytes <= self._max_whole:
                 frames.append(decode(view[begin:end]))
+                if begins == NAMING_BEGINS:
+                    self.has_memory = True
             else:
                 lengths = self._lengths(begins, record_bytes, begin, limit)
                 if lengths is None:
                     break
-                begin += LENGTHS.size * (begins != WHOLE_BEGINS)
+                begin += LENGTHS.size * (begins in _WITH_LENGTHS)
                 end = begin + sum(lengths)
                 if begins == _STRIPED_BEGINS or (end > limit and end - start > READ_SIZE // 2):
                     self._begin_large(lengths, view[begin:limit], begins == _STRIPED_BEGINS)
@@ -152,7 +162,7 @@ class FrameReader:
         if begins not in BEGINS:
             raise _not_understood(begins)
         payload = data = 0
-        if begins != WHOLE_BEGINS:
+        if begins in _WITH_LENGTHS:
             if begin + LENGTHS.size > limit:
                 return None
             payload, data = LENGTHS.unpack_from(self._view, begin)

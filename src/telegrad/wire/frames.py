@@ -3,8 +3,8 @@
     header (8 bytes) | record: msgpack [kind, request id, ack, message, tensor table, payload, data, segments]
     header           | lengths (16 bytes) | record | payload | inline segments
 
-Most frames are the record alone, and one call decodes it. A payload that is not small follows it, and so do segments:
-runs of raw tensor bytes, inline or in a shared-memory block that the record names. A few small tensors need no
+Most frames are the record alone, and one call decodes it. A payload that is not small follows it, and so do inline
+segments: runs of raw tensor bytes. Others are in a block of memory that the record names. A few small tensors need no
 segments, their bytes are `data` (`tensor/small.py`). How frames are read from a stream is in `frame_reader.py`.
 """
 
@@ -22,12 +22,12 @@ from telegrad.wire.tensor.small import rebuild_small
 from telegrad.wire.tensor.tensors import TensorSpec, rebuild
 
 MAGIC = b"Tg"
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<2sBBI")  # magic, version, form, length of the record
 LENGTHS = struct.Struct("<QQ")  # of the payload and of the inline segments
-# Forms: the record is all; or the connection has to see to what follows, or to its memory; or the inline segments come
-# over several streams (`parts.py`).
-WHOLE, WITH_MEMORY, STRIPED = range(3)
+# Forms: the record is all; or more follows it; or that comes over several streams, too (`parts.py`); or the record is
+# all but names memory that the connection has to find, or is word between connections.
+WHOLE, WITH_MEMORY, STRIPED, NAMING = range(4)
 ALIGNMENT = 64
 INLINE = -1  # the block number of a segment that travels in the frame itself
 _RETURNED = -2  # those from here down are the receiver's own blocks, which come back
@@ -48,8 +48,10 @@ class FrameKind(IntEnum):
 
 REQUEST, REPLY, FAILURE, NOTICE = map(int, FrameKind)  # as they are in frames
 
-BEGINS = tuple(MAGIC + bytes([VERSION, form]) for form in (WHOLE, WITH_MEMORY, STRIPED))  # how frames of a form do
-WHOLE_BEGINS = BEGINS[WHOLE]
+BEGINS = tuple(
+    MAGIC + bytes([VERSION, form]) for form in (WHOLE, WITH_MEMORY, STRIPED, NAMING)
+)  # how frames of a form do
+WHOLE_BEGINS, NAMING_BEGINS = BEGINS[WHOLE], BEGINS[NAMING]
 _FAST_HEADER = struct.Struct("<4sI")  # the same header, read and written in less time
 pack_header, unpack_header = _FAST_HEADER.pack, _FAST_HEADER.unpack_from
 
@@ -131,6 +133,20 @@ def encode_whole(
     else:
         record = _encode((kind, request_id, ack, message, (), payload))
     return pack_header(WHOLE_BEGINS, len(record)) + record
+
+
+def encode_naming(
+    kind: int,
+    request_id: int,
+    ack: int,
+    message: AnyMessage,
+    payload: bytes = b"",
+    tensors: Sequence[TensorSpec] = (),
+    segments: Sequence[SegmentSpec] = (),
+) -> bytes:
+    """A frame that is the record alone, but not for the connection: its tensors are in blocks, or it is about these."""
+    record = _encode((kind, request_id, ack, message, tensors, payload, None, segments))
+    return pack_header(NAMING_BEGINS, len(record)) + record
 
 
 def encode_prefix(

@@ -107,6 +107,7 @@ class Connecting:
                 raise
         self.replies.receiver.last_heard = time.monotonic()
         connection.after_hold = self.replies.arm_if_awaited
+        self.replies.receiver.attach(connection)
         connection.copier.ask_for_help = self.runtime.helpers.ask
         self.runtime.reply_events.register(connection.stream.fileno(), self.replies)
         self.current = connection  # only now may others send: what came before is on its way

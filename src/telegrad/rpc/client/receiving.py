@@ -3,6 +3,7 @@
 import array
 import logging
 import time
+from functools import partial
 from typing import Protocol
 
 from telegrad.errors import CallRefused, ProtocolError, TelegradError
@@ -55,6 +56,7 @@ class Receiver:
         self._most = link.runtime.options.max_message_bytes if link.runtime.layers.plain else 0
         self.last_heard = 0.0
         self._received: list[int] = []  # replies since the last acknowledgement
+        self._owes = False  # whether one is due, for a large reply that came
 
     @property
     def unacknowledged(self) -> tuple[int, ...]:
@@ -101,8 +103,11 @@ class Receiver:
                 read.append(slot)
         if connection.outbox:
             connection.flush()  # it never waits: this thread reads
-        if acknowledge or len(self._received) > _MOST_UNACKNOWLEDGED:
-            self.acknowledge(connection)
+        if len(self._received) > _MOST_UNACKNOWLEDGED:
+            self.acknowledge(connection, LAZY)
+        elif acknowledge and not self._owes:
+            self._owes = True
+            connection.flush_within(LAZY)  # the next request says so as well, and usually comes much sooner
 
     def _refuse_beyond(self, frames: list[Frame]) -> None:
         """A few bytes can say that they are to be repeated without end. Nobody here computes with that: the reply is
@@ -136,14 +141,29 @@ class Receiver:
             for layer in self._runtime.layers:
                 layer.on_late_reply(frame, self._link.member.worker_id)
 
-    def acknowledge(self, connection: Connection) -> None:
-        """A large reply came, or many: let their sender forget them soon, if no request follows at once.
+    def attach(self, connection: Connection) -> None:
+        """This connection is read from now on."""
+        connection.before_flush = partial(self._acknowledge_if_due, connection)
+        if self._owes:
+            connection.flush_within(LAZY)
+
+    def _acknowledge_if_due(self, connection: Connection) -> None:
+        if self._owes:
+            self.acknowledge(connection)
+
+    def acknowledge(self, connection: Connection, within: float = 0.0) -> None:
+        """A large reply came, or many: let their sender forget them. By the thread that reads, or the timer's.
 
         A header acknowledges all before the oldest request that waits. If that waits for long, those behind it must be
         named, or their replies would pile up at the worker."""
-        received, self._received = self._received, []
+        self._owes = False
         lowest = self._pending.lowest()
         named = array.array("Q")
-        if received and max(received) >= lowest:
-            named.extend([request_id for request_id in received if request_id >= lowest])
-        connection.mention(Ack(), lowest, LAZY, named.tobytes())  # it never waits: this thread reads
+        while self._received:
+            try:
+                request_id = self._received.pop()
+            except IndexError:  # the other thread does the same
+                break
+            if request_id >= lowest:
+                named.append(request_id)
+        connection.mention(Ack(), lowest, within, named.tobytes())  # it never waits

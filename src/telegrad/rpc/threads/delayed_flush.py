@@ -49,6 +49,7 @@ class DelayedFlush:
         found = list(self._holding)
         for connection in found:
             self._holding.discard(connection)  # before: if its peer has no room, it asks again
+            connection.before_flush()
             connection.flush()
             connection.after_hold()
         if in_time and found:

@@ -205,12 +205,9 @@ class Loan:
         self._in_place = False  # it lies in the sender's own tensors, not in the block
         _used[id(self)] = block
 
-    def __len__(self) -> int:
-        return MOST_NUMBERS * PLACES
-
-    def __getitem__(self, part: slice) -> DeviceSegment:
+    def part(self, start: int, nbytes: int) -> DeviceSegment:
         """A part of the block, or of the region whose number is above the offset."""
-        block, start, nbytes = self._block, part.start, part.stop - part.start
+        block = self._block
         if isinstance(block, str):
             return DeviceSegment(self, start, nbytes)
         size = block.size

@@ -71,6 +71,20 @@ class _Peer(Enum):
     CANNOT = auto()
 
 
+_CAN_OPEN = _Peer.CAN_OPEN
+
+
+def _is_usual(specs: Sequence[TensorSpec], segments: Sequence[Segment]) -> bool:
+    """Whether all is on one device and stays on a GPU, each tensor with memory of its own."""
+    device = segments[0].device
+    if device < 0 or len(specs) != len(segments):
+        return False
+    for index, spec in enumerate(specs):
+        if spec.segment != index or segments[index].device != device or not spec.device.startswith("cuda"):
+            return False
+    return True
+
+
 class _Lying(NamedTuple):
     """The tensors of one message that lie on one device."""
 
@@ -123,18 +137,18 @@ class DeviceChannel:
 
         Copies are on the current stream, so the sender may change its tensors as soon as this returns, but for those
         of `in_place`: a list if the peer may read tensors where they lie until its answer has come."""
+        if _is_usual(specs, segments):
+            found = self._lend_all(segments[0].device, segments, [spec.device for spec in specs], in_place)
+            return [None] * len(segments) if found is None else found  # type: ignore[return-value] # none is None
         stays = {spec.segment: spec.device for spec in specs if spec.device.startswith("cuda")}
-        first = segments[0].device
-        if first >= 0 and all(segment.device == first and index in stays for index, segment in enumerate(segments)):
-            found = self._lend_all(first, segments, stays, range(len(segments)), in_place)
-            return [None] * len(segments) if found is None else [*found]
         placed: list[SegmentSpec | None] = [None] * len(segments)
         by_device: dict[int, list[int]] = {}
         for index, segment in enumerate(segments):
             if segment.device >= 0 and index in stays:
                 by_device.setdefault(segment.device, []).append(index)
         for device, indices in by_device.items():
-            found = self._lend_all(device, [segments[index] for index in indices], stays, indices, in_place)
+            targets = [stays[index] for index in indices]
+            found = self._lend_all(device, [segments[index] for index in indices], targets, in_place)
             if found is not None:
                 for index, at in zip(indices, found, strict=True):
                     placed[index] = at
@@ -144,17 +158,16 @@ class DeviceChannel:
         self,
         device: int,
         segments: Sequence[Segment],
-        stays: dict[int, str],
-        indices: Sequence[int],
+        targets: Sequence[str],
         in_place: list[InPlace] | None,
     ) -> list[SegmentSpec] | None:
-        """The same for those of one device, which have these indices in the message; None if they go another way."""
-        if not self._can_open(device):
+        """The same for those of one device, which go to these of the peer; None if they go another way."""
+        if self._peer.get(device) is not _CAN_OPEN and not self._can_open(device):
             return None
         lying = _Lying(device, order.current_stream(device), segments)
         found = None if in_place is None else self._leave(lying, in_place)
-        if found is None and len(self.offers):
-            keys = [(stays[index], segment.nbytes) for index, segment in zip(indices, segments, strict=True)]
+        if found is None and self.offers:
+            keys = [(target, segment.nbytes) for target, segment in zip(targets, segments, strict=True)]
             offers = self.offers.take(device, keys)
             found = self._write(lying, offers) if offers else None
         return self._copy(lying) if found is None else found

@@ -98,6 +98,11 @@ class Flag(NamedTuple):
     let_go: Number  # set by the other process: its copy is enqueued, or what was granted to it goes back unused
     given_up: Number  # set by the sender: nobody may read it any more who has not begun
 
+    @property
+    def free(self) -> Number:
+        """The same number of a place that is granted: written by its owner, when nothing is at work in it any more."""
+        return self.given_up
+
 
 class Flags:
     """The flags of all blocks of one lender."""

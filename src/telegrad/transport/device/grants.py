@@ -12,9 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from telegrad.cuda import order
 from telegrad.cuda.runtime import runtime
-from telegrad.errors import ProtocolError
 from telegrad.transport.device.flags import Flag, Patience
-from telegrad.transport.device.regions import PLACES, Region
+from telegrad.transport.device.regions import Region
 from telegrad.wire.tensor.on_device import Form
 from telegrad.wire.tensor.segments import contiguous_strides
 
@@ -34,7 +33,7 @@ class Place:
 class Grant:
     """Memory for one tensor."""
 
-    __slots__ = ("asked", "device", "form", "nbytes", "place", "ready", "region", "since", "stream", "tensor", "use")
+    __slots__ = ("asked", "device", "form", "nbytes", "place", "region", "since", "stream", "tensor", "use")
 
     def __init__(
         self, place: Place, form: Form, nbytes: int, tensor: Tensor, region: Region, device: int, stream: int
@@ -48,7 +47,6 @@ class Grant:
         self.device = device
         self.region = region
         self.stream = stream  # that torch allocated it for
-        self.ready: torch.cuda.Event | None = None  # after what was enqueued there before
         self.since = time.monotonic()
         self.asked = False  # whether the peer was told to give it back
 
@@ -87,9 +85,6 @@ class Lands(Protocol):
 
     patience: Patience
 
-    def place(self, number: int) -> Place:
-        """A place that the peer named."""
-
     def expect(self, device: int, forms: Sequence[Form]) -> None:
         """Tensors of these forms came."""
 
@@ -106,35 +101,20 @@ class Lands(Protocol):
 class Granted:
     """Granted memory that a message names, until its tensor has been taken."""
 
-    __slots__ = ("_grant", "_landing", "_taken", "_teller", "_use")
+    __slots__ = ("_grant", "_landing", "_taken", "_teller", "_use", "device", "nbytes")
     granted = True
 
     def __init__(self, landing: Lands, grant: Grant) -> None:
         self._landing = landing
         self._grant = grant
         self._taken = False
-        self._teller, self._use = grant.place, grant.use
+        self._teller, self._use = grant.place, grant.use  # whose number says that it was written
+        self.nbytes = grant.nbytes
+        self.device = grant.device
 
-    def __len__(self) -> int:
-        return PLACES
-
-    def __getitem__(self, part: slice) -> Granted:
-        """The whole of it; the message says in the place of an offset whose number tells that all of it is there."""
-        if part.stop - part.start != self._grant.nbytes:
-            raise ProtocolError(f"{part.stop - part.start} bytes are said to be in {self._grant.nbytes} granted ones")
-        self._teller = self._landing.place(part.start)
-        self._use = self._teller.uses
-        return self
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes came."""
-        return self._grant.nbytes
-
-    @property
-    def device(self) -> int:
-        """The GPU they are on."""
-        return self._grant.device
+    def told_by(self, place: Place) -> None:
+        """It was written together with what is at another place, whose number says so."""
+        self._teller, self._use = place, place.uses
 
     def tensor(self, form: Form) -> Tensor:
         """What came, as a tensor of this form; what follows on the current stream finds its bytes there."""

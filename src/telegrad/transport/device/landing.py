@@ -30,6 +30,7 @@ from telegrad.transport.device.grants import Grant, Granted, Late, Place
 from telegrad.transport.device.leftovers import close_later
 from telegrad.transport.device.regions import Region, regions
 from telegrad.wire.block_notices import GrantDeviceMemory, GrantedPlace
+from telegrad.wire.frames import SegmentSpec
 from telegrad.wire.tensor.on_device import Form, empty
 from telegrad.wire.tensor.segments import contiguous_strides, element_span
 
@@ -134,9 +135,10 @@ class Landing:
             self._possible = False
             return None
         grant = Grant(place, form, _nbytes(form), tensor, region, device, stream)
-        if not runtime().is_idle(stream):  # what had this memory before may still be at work on it there
-            grant.ready = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
-            grant.ready.record(torch.cuda.current_stream(device))
+        if runtime().is_idle(stream):
+            place.flag.free.set(grant.use)
+        else:  # what had this memory before may still be at work on it there
+            runtime().write_value(stream, place.flag.free.on_device, grant.use)
         return grant
 
     def _release(self, device: int, nbytes: int, place: Place | None) -> None:
@@ -155,17 +157,13 @@ class Landing:
         """What the peer may write to from now on; `announce` has it know a region first."""
         places = []
         with self._lock:
-            waiting = []
-            for grant in self._prepared:
-                if grant.ready is not None and not grant.ready.query():  # type: ignore[no-untyped-call] # of torch's
-                    waiting.append(grant)
-                    continue
+            prepared, self._prepared = self._prepared, []
+            for grant in prepared:
                 announce(grant.region, grant.device)
                 offset = grant.tensor.data_ptr() - grant.region.start
                 number, name = grant.place.number, f"cuda:{grant.device}"
                 places.append(GrantedPlace(number, grant.use, grant.region.number, offset, grant.nbytes, name))
                 self._told[number] = grant
-            self._prepared = waiting
             if not places or self._flags is None:
                 return None
             return GrantDeviceMemory(self._flags.page, tuple(places))
@@ -178,14 +176,20 @@ class Landing:
 
     # --- receiving ---
 
-    def arrive(self, number: int) -> Granted:
-        """A message names granted memory."""
+    def arrive(self, segment: SegmentSpec) -> Granted:
+        """A message names granted memory; in the place of an offset it says whose number tells that it was written."""
+        number = segment.block - FIRST_GRANT
         with self._lock:
             grant = self._told.pop(number, None)
             if grant is None:
                 raise ProtocolError(f"the peer wrote to granted memory {number}, which is not granted to it")
             self._release(grant.device, grant.nbytes, None)
-        return Granted(self, grant)
+        granted = Granted(self, grant)  # first: whatever comes of this, the memory is kept until it was written
+        if segment.nbytes != grant.nbytes:
+            raise ProtocolError(f"{segment.nbytes} bytes are said to be in {grant.nbytes} granted ones")
+        if segment.offset != number:
+            granted.told_by(self.place(segment.offset))
+        return granted
 
     def place(self, number: int) -> Place:
         """A place that the peer named."""

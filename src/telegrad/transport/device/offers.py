@@ -78,16 +78,17 @@ class Offers:
             self._by_key.setdefault(offer.key, []).append(offer)
 
     def take(self, device: int, keys: Sequence[tuple[str, int]]) -> tuple[Offer, ...]:
-        """A place for each, to be written to by a stream of `device`; none unless there is one for each."""
+        """A place for each, to be written to by a stream of `device`; none unless there is one for each, which is
+        free."""
         with self._lock:
             taken: list[Offer] = []
             for key in keys:
                 found = self._by_key.get(key)
-                if not found or found[-1].device != device:
-                    for offer in taken:
-                        self._by_key[offer.key].append(offer)
+                if not found or found[0].device != device or not found[0].flag.free.has_reached(found[0].use):
+                    for offer in reversed(taken):
+                        self._by_key[offer.key].insert(0, offer)
                     return ()
-                taken.append(found.pop())
+                taken.append(found.pop(0))  # the oldest: what was at work in that memory before is done
             for offer in taken:
                 del self._unused[offer.place]
             return tuple(taken)
@@ -123,8 +124,8 @@ class Offers:
                     self._by_key[offer.key].remove(offer)
                     offer.give_back()
 
-    def __len__(self) -> int:
-        return len(self._unused)
+    def __bool__(self) -> bool:
+        return bool(self._unused)
 
     def close(self) -> None:
         """The connection has ended: what was not used goes back now, the rest when it has been written."""

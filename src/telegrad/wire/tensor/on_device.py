@@ -90,53 +90,77 @@ def _form_on_device(cls: type, kind: _Kind, device: int, index: int) -> tuple[Te
     return spec, math.prod(shape) * dtype.itemsize
 
 
+class _Came(NamedTuple):
+    """What a spec says that `describe_on_device` could have made."""
+
+    form: Form
+    device: torch.device
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _came(spec: TensorSpec) -> _Came | None:
+    """None for any other spec."""
+    if (
+        not spec.device.startswith("cuda:")
+        or spec.kind
+        or spec.offset
+        or spec.parts
+        or spec.scalars
+        or not 0 <= spec.flags <= _SIMPLE_FLAGS
+    ):
+        return None
+    dtype, nbytes = simple_form(spec.dtype, spec.shape)
+    if spec.strides and nbytes:
+        nbytes = _strided_bytes(spec.shape, spec.strides, dtype.itemsize)
+    device = device_of(spec.device)
+    return _Came(Form(dtype, spec.shape, spec.strides), device, nbytes) if nbytes and device is not None else None
+
+
 def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> list[Tensor] | None:
     """The tensors that `describe_on_device` could have described and that came in device memory; None for others."""
-    forms: list[Form] = []
-    devices: list[torch.device] = []
+    if len(buffers) != len(specs):
+        return None
+    came: list[_Came] = []
+    alike = True  # whether all came in the same way, to the same GPU
     for index, spec in enumerate(specs):
-        if (
-            spec.segment != index
-            or index >= len(buffers)
-            or not hasattr(buffers[index], "granted")
-            or not spec.device.startswith("cuda:")
-            or spec.kind
-            or spec.offset
-            or spec.parts
-            or spec.scalars
-            or not 0 <= spec.flags <= _SIMPLE_FLAGS
-        ):
+        one, buffer = _came(spec), buffers[index]
+        granted = getattr(buffer, "granted", None)
+        if one is None or spec.segment != index or granted is None or one.nbytes != buffer.nbytes:
             return None
-        dtype, nbytes = simple_form(spec.dtype, spec.shape)
-        if spec.strides and nbytes:
-            nbytes = _strided_bytes(spec.shape, spec.strides, dtype.itemsize)
-        device = device_of(spec.device)
-        if not nbytes or nbytes != buffers[index].nbytes or device is None:
-            return None
-        forms.append(Form(dtype, spec.shape, spec.strides))
-        devices.append(device)
-    tensors = _make(forms, devices, buffers[: len(forms)])
+        if index:
+            alike = alike and one.device == came[0].device and granted is buffers[0].granted
+        came.append(one)
+    tensors = (_take if alike else _take_each)(came, buffers)
     if tensors is None:
         return None
     return [finish(tensor, spec.flags) if spec.flags else tensor for spec, tensor in zip(specs, tensors, strict=True)]
 
 
-def _make(forms: Sequence[Form], devices: Sequence[torch.device], buffers: Sequence[Any]) -> list[Tensor] | None:
-    """The tensors: those that the sender wrote to memory of this process, or copies of what came."""
-    first, device = buffers[0], devices[0]
-    alike = devices.count(device) == len(devices)
-    if any(buffer.granted for buffer in buffers):
-        if not alike or not all(buffer.granted and buffer.device == device.index for buffer in buffers):
-            return None  # the general way looks at each by itself
+def _take(came: Sequence[_Came], buffers: Sequence[Any]) -> list[Tensor] | None:
+    """All that the sender wrote to memory of this process, or copies of all that came in one block."""
+    first, device = buffers[0], came[0].device
+    forms = [one.form for one in came]
+    if first.granted:
+        for buffer in buffers:
+            if buffer.device != device.index:
+                return None  # the general way looks at each by itself
         tensors = [buffer.tensor(form) for buffer, form in zip(buffers, forms, strict=True)]
-        first.expect(forms, device)
-        return tensors
-    tensors = [empty(form, device) for form, device in zip(forms, devices, strict=True)]
-    # As one, where all of it came in one block and goes to one GPU.
-    if alike and all(buffer.loan is first.loan for buffer in buffers):
+    else:
+        for buffer in buffers:
+            if buffer.loan is not first.loan:
+                return _take_each(came, buffers)
+        tensors = [empty(form, device) for form in forms]
         first.loan.copy_all(buffers, [tensor.data_ptr() for tensor in tensors], device)
-        first.expect(forms, device)
-        return tensors
+    first.expect(forms, device)
+    return tensors
+
+
+def _take_each(came: Sequence[_Came], buffers: Sequence[Any]) -> list[Tensor] | None:
+    """The same for what came in several blocks, or goes to several GPUs."""
+    if any(buffer.granted for buffer in buffers):
+        return None
+    tensors = [empty(one.form, one.device) for one in came]
     for tensor, buffer in zip(tensors, buffers, strict=True):
         buffer.copy_to(tensor.data_ptr(), tensor.device)
     return tensors

@@ -192,6 +192,10 @@ def rebuild(
     `device_for` says where tensors of a sender's device go; without it, to the device of the same name.
     Raises ProtocolError for specs that do not fit each other, the memory, or torch.
     """
+    if device_for is None and specs and specs[0].device:
+        found = rebuild_on_device(specs, buffers)
+        if found is not None:
+            return found
     tensors: list[Tensor] = []
     count = len(buffers)
     # The mirror of the common case in `describe`: spec i alone uses segment i, wholly.
@@ -223,8 +227,4 @@ def rebuild(
         tensors.append(finish(tensor, spec.flags) if spec.flags else tensor)
     else:
         return tensors
-    if device_for is None and specs and specs[0].device:
-        found = rebuild_on_device(specs, buffers)
-        if found is not None:
-            return found
     return Assembly(specs, buffers, device_for or torch.device).rebuild()
