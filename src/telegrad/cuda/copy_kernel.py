@@ -34,7 +34,14 @@ _LARGE = 16 * 2**20  # bytes of a piece from which CUDA's own copy is some 6% fa
 _COUNTERS = 4096  # in one allocation
 
 _HEAD = struct.Struct("=QQII")
+_PIECE = struct.Struct("=QQQ")
 _loading = threading.Lock()
+
+
+@functools.cache
+def _arguments(count: int) -> struct.Struct:
+    """What the kernel takes for so many pieces."""
+    return struct.Struct(_HEAD.format + _PIECE.format[1:] * count)
 
 
 class Piece(NamedTuple):
@@ -53,6 +60,7 @@ def copy_and_tell(device: int, stream: int, pieces: Sequence[Piece], number: int
     for source, target, nbytes in pieces:
         if nbytes > _SLOW_FROM and (nbytes > _LARGE or (source | target) % 16):
             kernel = None
+            break
     if kernel is None:
         cuda = runtime()
         for source, target, nbytes in pieces:
@@ -79,22 +87,19 @@ class _Kernel:
     def launch(self, stream: int, pieces: Sequence[Piece], number: int, value: int, counter: int) -> None:
         """Enqueue copies of at most `MOST_PIECES`, and the number unless that is 0."""
         launcher = self._local.launcher  # of this thread: the arguments are read while others run
-        arguments = launcher.arguments
-        _HEAD.pack_into(arguments, 0, number, counter, value & 0xFFFFFFFF, len(pieces))
-        total, place = 0, _HEAD.size
+        total = 0
+        numbers: list[int] = []
         for piece in pieces:
-            _PIECE.pack_into(arguments, place, *piece)
-            place += _PIECE.size
+            numbers += piece
             total += piece[2]
+        count = len(pieces)
+        _arguments(count).pack_into(launcher.arguments, 0, number, counter, value & 0xFFFFFFFF, count, *numbers)
         blocks = min(-(-total // _BYTES_OF_BLOCK) or 1, self._most_blocks)
         if torch._C._cuda_getDevice() == self._device:
             launcher.launch(self._function, blocks, THREADS, stream)
         else:
             with torch.cuda.device(self._device):
                 launcher.launch(self._function, blocks, THREADS, stream)
-
-
-_PIECE = struct.Struct("=QQQ")
 
 
 class _Local(threading.local):

@@ -130,15 +130,23 @@ def take(arrived: int = 0) -> Lane:
     arrived = arrived or now()
     with _lock:
         # The one used last, among those to be waited for anyhow.
-        for lane in reversed(_free):
-            if lane.ended_at < arrived or not lane.unfinished:
-                _free.remove(lane)
-                break
+        if _free and _free[-1].ended_at < arrived:
+            lane = _free.pop()
         else:
-            lane = Lane()
-            _lanes.append(lane)
+            lane = _older_lane(arrived)
         lane.ended = False
     follow_all(lane.stream, arrived, lane)
+    return lane
+
+
+def _older_lane(arrived: int) -> Lane:
+    """Under the lock: one of the others that are free, or a new one."""
+    for lane in reversed(_free):
+        if lane.ended_at < arrived or not lane.unfinished:
+            _free.remove(lane)
+            return lane
+    lane = Lane()
+    _lanes.append(lane)
     return lane
 
 
@@ -149,7 +157,8 @@ def follow_all(stream_on: Callable[[int], torch.cuda.Stream], before: int, own: 
         default = _default_stream(device)
         if not default.query():
             _wait(stream_on(device), default)
-    _follow(stream_on, before, own)
+    if len(_lanes) > 1 or own is None:
+        _follow(stream_on, before, own)
 
 
 def _wait(ours: torch.cuda.Stream, theirs: torch.cuda.Stream) -> None:
@@ -258,6 +267,15 @@ class on:  # noqa: N801 - used like a function; a class, because each request en
             _set_current(self._before)
 
 
+_staying = contextlib.nullcontext()
+
+
+def staying_on(lane: Lane) -> contextlib.AbstractContextManager[None]:
+    """The same for code that is on the streams of this thread's lane, if it is on any: not for hooks and nodes, which
+    torch's engine may run on others."""
+    return _staying if _local.lane is lane else on(lane)
+
+
 # Past torch's objects for streams, which cost more than what is done with them here. These names exist only in a torch
 # that was built for CUDA.
 _Raw: TypeAlias = tuple[int, int, int]  # a stream's id, its device, the kind of device
@@ -273,7 +291,11 @@ def current_stream(device: int) -> int:
 
 
 def _set_current(streams: list[_Raw]) -> None:
-    device = torch.cuda.current_device() if len(_devices) > 1 else streams[0][1]
+    if len(_devices) == 1:
+        ((stream_id, index, kind),) = streams
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
+        return
+    device = torch.cuda.current_device()
     for stream_id, index, kind in streams:
         torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
     if streams[-1][1] != device:  # setting a stream makes its device the current one

@@ -19,6 +19,9 @@ from telegrad.engine.passes import Heard, Pass, Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.ids import MessageId
 
+# Past torch's context manager for them.
+_is_multithreaded, _set_multithreaded = torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled
+
 
 class PassOnLane(Pass):
     """A worker's part in a pass, on the lane of the request that it began with."""
@@ -39,7 +42,7 @@ class PassOnLane(Pass):
         """Start, with what the first word of the pass brought."""
         gradients = roots.gradients if roots is not None else heard[1] if heard is not None else None
         order.hand_over(gradients or (), self.lane)
-        with order.on(self.lane):
+        with order.staying_on(self.lane):
             super().begin(heard, roots)
 
     def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
@@ -49,8 +52,13 @@ class PassOnLane(Pass):
 
     def _run(self, graph: Graph, taken: Taken | None) -> None:
         # All of it by this thread: to wake the engine's own thread for a device takes longer than a small graph.
-        with order.on(self.lane), torch.autograd.set_multithreading_enabled(order.uses_several_devices()):
-            super()._run(graph, taken)
+        before = _is_multithreaded()
+        _set_multithreaded(order.uses_several_devices())
+        try:
+            with order.staying_on(self.lane):
+                super()._run(graph, taken)
+        finally:
+            _set_multithreaded(before)
 
     def _is_nearly_done(self, gradients: Gradients | None) -> bool:
         nearly = super()._is_nearly_done(gradients)

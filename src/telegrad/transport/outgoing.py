@@ -66,7 +66,7 @@ class Outgoing:
                 if self.stream.unsent:  # the peer does not read: from now on whoever sends waits until it does
                     self._write_with_held([frame], deadline)
                 else:
-                    if self.outbox or self._released or self._retired or self.memory.devices is not None:
+                    if self.outbox or self._released or self._retired or self.memory.has_device_news:
                         frame = b"".join((*self._waiting(), frame))
                     if not self.stream.begin(frame):
                         self.flush_within(_NO_ROOM)
@@ -120,15 +120,13 @@ class Outgoing:
     def _has_written(self) -> None:
         """Something was written, and its reader is busy with it: a time for what nobody waits for."""
         devices = self.memory.devices
-        if devices is not None and devices.landing.expected:
-            devices.landing.prepare_expected()
-            if devices.landing.has_news:
-                self.flush()  # so that it is not in the way of the next message
+        if devices is not None and devices.use_time():
+            self.flush()  # so that it is not in the way of the next message
 
     def _waiting(self) -> list[bytes]:
         """Under the lock: what was held back and what is to be told about blocks, taken out to be written."""
         notices: list[bytes] = []
-        if self._released or self._retired or self.memory.devices is not None:
+        if self._released or self._retired or self.memory.has_device_news:
             notices = [encode_naming(NOTICE, 0, 0, notice) for notice in self.memory.notices()]
         held: list[bytes] = []
         while self.outbox:

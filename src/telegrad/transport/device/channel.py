@@ -352,6 +352,15 @@ class DeviceChannel:
 
     # --- both ---
 
+    def use_time(self) -> bool:
+        """See to what nobody waits for: memory that was written to, and memory for what is expected. Whether the peer
+        should be told of that."""
+        self.offers.tidy()
+        if not self.landing.expected:
+            return False
+        self.landing.prepare_expected()
+        return self.landing.has_news
+
     @property
     def has_news(self) -> bool:
         """Whether the peer should be told something."""

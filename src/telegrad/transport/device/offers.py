@@ -103,13 +103,12 @@ class Offers:
 
     def written(self, offers: tuple[Offer, ...]) -> None:
         """A stream was told to write to these."""
-        writing = self._writing
-        writing.append(_Writing(offers))
-        if len(writing) > 1:
-            self.tidy()
+        self._writing.append(_Writing(offers))
 
     def tidy(self) -> None:
         """Let go of what has been written."""
+        if not self._writing:
+            return
         with self._lock:
             while self._writing and self._writing[0].is_done():
                 for offer in self._writing.popleft().offers:

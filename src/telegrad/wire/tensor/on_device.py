@@ -166,7 +166,8 @@ def _take_each(came: Sequence[_Came], buffers: Sequence[Any]) -> list[Tensor] | 
     return tensors
 
 
-def _span_without_gaps(shape: Sequence[int], strides: Sequence[int]) -> int:
+@functools.lru_cache(maxsize=4096)
+def _span_without_gaps(shape: torch.Size, strides: tuple[int, ...]) -> int:
     """The elements that a strided tensor reaches if they fill the memory from the first to the last; else 0."""
     span = element_span(shape, strides)
     return span if span == math.prod(size for size, stride in zip(shape, strides, strict=True) if stride) else 0
