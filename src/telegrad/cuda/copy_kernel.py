@@ -17,11 +17,10 @@ import struct
 import threading
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import NamedTuple
 
 import torch
 
-from telegrad.cuda.runtime import CudaError, Launcher, runtime
+from telegrad.cuda.runtime import CudaError, KernelArgument, runtime
 
 log = logging.getLogger("telegrad.cuda")
 
@@ -44,12 +43,7 @@ def _arguments(count: int) -> struct.Struct:
     return struct.Struct(_HEAD.format + _PIECE.format[1:] * count)
 
 
-class Piece(NamedTuple):
-    """Memory to be copied; addresses as the GPU sees them."""
-
-    source: int
-    target: int
-    nbytes: int
+Piece = tuple[int, int, int]  # memory to be copied: from where, to where, how many bytes, as the GPU sees it
 
 
 def copy_and_tell(device: int, stream: int, pieces: Sequence[Piece], number: int, value: int, counter: int) -> None:
@@ -81,30 +75,31 @@ class _Kernel:
         code = files("telegrad.cuda").joinpath("copy_kernel.ptx").read_bytes()
         with torch.cuda.device(device):
             self._function = runtime().load_kernel(code, b"copy_and_tell")
+        self._launch = runtime().launch
         self._most_blocks = torch.cuda.get_device_properties(device).multi_processor_count * _BLOCKS_OF_PROCESSOR
         self._local = _Local()
 
     def launch(self, stream: int, pieces: Sequence[Piece], number: int, value: int, counter: int) -> None:
         """Enqueue copies of at most `MOST_PIECES`, and the number unless that is 0."""
-        launcher = self._local.launcher  # of this thread: the arguments are read while others run
+        argument = self._local.argument  # of this thread: it is read while others run
         total = 0
         numbers: list[int] = []
         for piece in pieces:
             numbers += piece
             total += piece[2]
         count = len(pieces)
-        _arguments(count).pack_into(launcher.arguments, 0, number, counter, value & 0xFFFFFFFF, count, *numbers)
+        _arguments(count).pack_into(argument.memory, 0, number, counter, value & 0xFFFFFFFF, count, *numbers)
         blocks = min(-(-total // _BYTES_OF_BLOCK) or 1, self._most_blocks)
         if torch._C._cuda_getDevice() == self._device:
-            launcher.launch(self._function, blocks, THREADS, stream)
+            self._launch(self._function, blocks, THREADS, stream, argument.parameters)
         else:
             with torch.cuda.device(self._device):
-                launcher.launch(self._function, blocks, THREADS, stream)
+                self._launch(self._function, blocks, THREADS, stream, argument.parameters)
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.launcher = Launcher(runtime(), _HEAD.size + MOST_PIECES * _PIECE.size)
+        self.argument = KernelArgument(_HEAD.size + MOST_PIECES * _PIECE.size)
 
 
 _kernels: dict[int, _Kernel | None] = {}

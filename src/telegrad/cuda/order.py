@@ -79,6 +79,10 @@ class Lane:
         self._streams[stream.device_index] = stream
         self.handles[stream.device_index] = stream.cuda_stream
 
+    def take_streams_of(self, other: Lane) -> None:
+        """Have those of a lane that is not changed any more."""
+        self._streams, self.handles, self._raw = other._streams, other.handles, other.raw()
+
     def streams(self) -> list[torch.cuda.Stream]:
         """Those on all devices in use."""
         return [self.stream(device) for device in _devices]
@@ -190,7 +194,14 @@ def is_on_default() -> bool:
 def default_lane() -> Lane:
     """The default streams as a lane, which is nobody's own and that all others follow."""
     lane = Lane()
-    for device in _devices:
+    lane.take_streams_of(_default_lane(tuple(_devices)))
+    return lane
+
+
+@functools.cache
+def _default_lane(devices: tuple[int, ...]) -> Lane:
+    lane = Lane()
+    for device in devices:
         lane.put(_default_stream(device))
     return lane
 

@@ -248,19 +248,14 @@ class _Asked(threading.local):
         self.places = (_POINTER * 3)(first, first + 8, first + 16)
 
 
-class Launcher:
+class KernelArgument:
     """Room for the one argument of a kernel, for one thread: the call of the driver copies it before it returns."""
 
-    __slots__ = ("_parameters", "_runtime", "arguments")
+    __slots__ = ("memory", "parameters")
 
-    def __init__(self, runtime: Runtime, nbytes: int) -> None:
-        self._runtime = runtime
-        self.arguments = ctypes.create_string_buffer(nbytes)
-        self._parameters = (_POINTER * 1)(ctypes.addressof(self.arguments))
-
-    def launch(self, function: int, blocks: int, threads: int, stream: int) -> None:
-        """Launch it with what lies in `arguments`."""
-        self._runtime.launch(function, blocks, threads, stream, self._parameters)
+    def __init__(self, nbytes: int) -> None:
+        self.memory = ctypes.create_string_buffer(nbytes)
+        self.parameters = (_POINTER * 1)(ctypes.addressof(self.memory))
 
 
 def _stream_function(driver: Any, name: str) -> Any:

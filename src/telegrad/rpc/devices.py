@@ -65,9 +65,14 @@ class Placement:
         specs, memory = found or describe(tensors)
         return self.place(peer, specs, reply), memory
 
-    def place(self, peer: Member, specs: Sequence[TensorSpec], reply: bool = False) -> list[TensorSpec]:
+    def place(self, peer: Member, specs: Sequence[TensorSpec], reply: bool = False) -> Sequence[TensorSpec]:
         """Specs with the devices that their tensors will have at `peer`."""
         table = self._table(peer, reply)
+        for spec in specs:
+            if table.get(spec.device) != spec.device:
+                break
+        else:
+            return specs  # a GPU that has the same number there
         placed = []
         for spec in specs:
             target = table.get(spec.device, spec.device if spec.device in _EVERYWHERE else None)

@@ -19,7 +19,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from telegrad.cuda import order
-from telegrad.cuda.copy_kernel import Piece, copy_and_tell
+from telegrad.cuda.copy_kernel import copy_and_tell
 from telegrad.cuda.gpus import gpu_id
 from telegrad.cuda.runtime import CudaError, runtime
 from telegrad.errors import SerializationError
@@ -27,9 +27,9 @@ from telegrad.transport.device.blocks import FIRST_NAME, Announcement, DeviceBlo
 from telegrad.transport.device.borrowing import DeviceBorrower
 from telegrad.transport.device.flags import Flags, Page
 from telegrad.transport.device.in_place import InPlace
-from telegrad.transport.device.landing import FIRST_GRANT, Landing
+from telegrad.transport.device.landing import Landing
 from telegrad.transport.device.lending import DeviceLender
-from telegrad.transport.device.offers import Offer, Offers
+from telegrad.transport.device.offers import FIRST_GRANT, Offer, Offers
 from telegrad.transport.device.regions import PLACE_BITS, Region, ShownRegions, regions
 from telegrad.wire.block_notices import (
     AnnounceDeviceBlock,
@@ -182,7 +182,7 @@ class DeviceChannel:
         offset = 0
         pieces, placed = [], []
         for segment in lying.segments:
-            pieces.append(Piece(segment.address, block.address + offset, segment.nbytes))
+            pieces.append((segment.address, block.address + offset, segment.nbytes))
             placed.append(SegmentSpec(segment.nbytes, block.name, offset))
             offset += align(segment.nbytes)
         copy_and_tell(lying.device, lying.stream, pieces, block.flag.written.on_device, block.uses, block.counter)
@@ -191,12 +191,12 @@ class DeviceChannel:
     def _write(self, lying: _Lying, offers: tuple[Offer, ...]) -> list[SegmentSpec]:
         """To memory of the peer."""
         first = offers[0]
-        pieces, placed = [], []
-        for segment, offer in zip(lying.segments, offers, strict=True):
-            pieces.append(Piece(segment.address, offer.address, segment.nbytes))
-            placed.append(SegmentSpec(segment.nbytes, FIRST_GRANT + offer.place, first.place))
-        counter = self.offers.counter(first)
-        copy_and_tell(lying.device, lying.stream, pieces, first.flag.written.on_device, first.use, counter)
+        placed = [first.segment]
+        pieces = [(lying.segments[0].address, first.address, first.segment.nbytes)]
+        for segment, offer in zip(lying.segments[1:], offers[1:], strict=True):
+            pieces.append((segment.address, offer.address, segment.nbytes))
+            placed.append(SegmentSpec(segment.nbytes, offer.segment.block, first.place))
+        copy_and_tell(lying.device, lying.stream, pieces, first.flag.written.on_device, first.use, first.counter)
         self.offers.written(offers)
         return placed
 

@@ -121,9 +121,13 @@ class Granted:
         grant = self._grant
         stream = order.current_stream(grant.device)
         teller, use = self._teller, self._use
-        if teller.waited != (use, stream) and not self._landing.patience.sees(teller.flag.written, use):
-            runtime().wait_value(stream, teller.flag.written.on_device, use)
-            teller.waited = use, stream
+        written = teller.flag.written
+        there = written.has_reached(use)
+        if not there and teller.waited != (use, stream):
+            there = self._landing.patience.sees(written, use)
+            if not there:
+                runtime().wait_value(stream, written.on_device, use)
+                teller.waited = use, stream
         if form == grant.form:
             tensor = grant.tensor
         else:
@@ -133,7 +137,7 @@ class Granted:
             tensor.record_stream(torch.cuda.current_stream(grant.device))
         if not self._taken:
             self._taken = True
-            if teller.flag.written.has_reached(use):
+            if there:
                 self._landing.free(grant.place)
             else:
                 self._landing.follow(self.late(held=False))

@@ -28,13 +28,13 @@ from telegrad.transport.device.blocks import budget
 from telegrad.transport.device.flags import Flags, Patience, Promise, keep_promises
 from telegrad.transport.device.grants import Grant, Granted, Late, Place
 from telegrad.transport.device.leftovers import close_later
+from telegrad.transport.device.offers import FIRST_GRANT
 from telegrad.transport.device.regions import Region, regions
 from telegrad.wire.block_notices import GrantDeviceMemory, GrantedPlace
 from telegrad.wire.frames import SegmentSpec
 from telegrad.wire.tensor.on_device import Form, empty
 from telegrad.wire.tensor.segments import contiguous_strides, element_span
 
-FIRST_GRANT = 1 << 61  # what messages call granted memory begins here
 MOST_TENSORS = 8  # in a message that grants are made for
 _MOST_GRANTS = 4  # of one size, unless one message has more tensors of it
 _MOST_EXPECTED = 8
@@ -58,6 +58,7 @@ class Landing:
         self._told: dict[int, Grant] = {}  # by place: the peer may write to them
         self.expected: deque[tuple[int, int, Sequence[Form]]] = deque()  # by stream and device: to be prepared
         self._held: dict[tuple[int, int], int] = {}  # by device and size: how many there are of both
+        self._used: deque[Grant] = deque()  # named by messages, and still counted there
         self._late: list[Late] = []
         self._dropped: deque[Granted] = deque()  # named by messages that nobody took tensors of
         self._reclaimed: list[int] = []  # to be told to the peer
@@ -108,6 +109,7 @@ class Landing:
     def _take_place(self, device: int, nbytes: int, wanted: int) -> Place | None:
         key = device, nbytes
         with self._lock:
+            self._count_used()
             held = self._held.get(key, 0)
             if held >= (wanted if nbytes > _LARGE else max(wanted, _MOST_GRANTS)):
                 return None
@@ -124,6 +126,12 @@ class Landing:
                 return None
             self._held[key] = held + 1
             return self._free.pop()
+
+    def _count_used(self) -> None:
+        """Under the lock: what came is the program's."""
+        while self._used:
+            grant = self._used.popleft()
+            self._release(grant.device, grant.nbytes, None)
 
     def _allocate(self, device: int, form: Form, place: Place, stream: int) -> Grant | None:
         try:
@@ -179,11 +187,10 @@ class Landing:
     def arrive(self, segment: SegmentSpec) -> Granted:
         """A message names granted memory; in the place of an offset it says whose number tells that it was written."""
         number = segment.block - FIRST_GRANT
-        with self._lock:
-            grant = self._told.pop(number, None)
-            if grant is None:
-                raise ProtocolError(f"the peer wrote to granted memory {number}, which is not granted to it")
-            self._release(grant.device, grant.nbytes, None)
+        grant = self._told.pop(number, None)  # in one step, without the lock
+        if grant is None:
+            raise ProtocolError(f"the peer wrote to granted memory {number}, which is not granted to it")
+        self._used.append(grant)
         granted = Granted(self, grant)  # first: whatever comes of this, the memory is kept until it was written
         if segment.nbytes != grant.nbytes:
             raise ProtocolError(f"{segment.nbytes} bytes are said to be in {grant.nbytes} granted ones")
@@ -227,13 +234,13 @@ class Landing:
     def trim(self, before: float) -> None:
         """Have back what has been granted and not used since `before` on the monotonic clock."""
         with self._lock:
+            self._count_used()
             self._tidy_late()
             for grant in [grant for grant in self._prepared if grant.since < before]:
                 self._prepared.remove(grant)
                 self._release(grant.device, grant.nbytes, grant.place)
             for number, grant in list(self._told.items()):
-                if grant.went_back():
-                    del self._told[number]
+                if grant.went_back() and self._told.pop(number, None) is not None:
                     self._release(grant.device, grant.nbytes, grant.place)
                 elif not grant.asked and grant.since < before:
                     grant.asked = True
@@ -249,13 +256,14 @@ class Landing:
     def granted(self) -> tuple[int, int]:
         """How many places the peer may write to, and their bytes."""
         with self._lock:
-            sizes = [grant.nbytes for grant in self._told.values()]
+            sizes = [grant.nbytes for grant in [*self._told.values()]]
         return len(sizes), sum(sizes)
 
     def close(self, peer_is_gone: Callable[[], bool]) -> None:
         """The connection has ended. What the peer may still write to is kept until it has said that it will not."""
         with self._lock:
             self._closed = True
+            self._count_used()
             self._tidy_late()
             for grant in self._prepared:
                 self._release(grant.device, grant.nbytes, None)

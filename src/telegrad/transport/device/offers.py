@@ -19,16 +19,19 @@ from telegrad.transport.device.flags import Flag
 from telegrad.transport.device.leftovers import close_later
 from telegrad.transport.device.regions import Opened
 from telegrad.wire.block_notices import GrantedPlace
+from telegrad.wire.frames import SegmentSpec
 
+FIRST_GRANT = 1 << 61  # what messages call granted memory begins here
 _MOST_OFFERS = 4096
 
 
 class Offer:
     """Memory of the peer for one tensor."""
 
-    __slots__ = ("address", "device", "flag", "key", "opened", "place", "use")
+    __slots__ = ("address", "counter", "device", "flag", "key", "opened", "place", "segment", "use")
 
     def __init__(self, place: GrantedPlace, flag: Flag, opened: Opened) -> None:
+        """What a message that uses it needs is made here, when nobody waits for it."""
         if not 0 < place.nbytes <= opened.size or not 0 <= place.offset <= opened.size - place.nbytes:
             raise ProtocolError(f"the peer granted {place.nbytes} bytes at {place.offset} of {opened.size}")
         self.place = place.place
@@ -39,6 +42,8 @@ class Offer:
         flag.read.set(place.use)  # heard of: from now on the peer waits for it to be written or to go back
         self.address = opened.address + place.offset
         self.device = opened.device  # as this process counts them
+        self.segment = SegmentSpec(place.nbytes, FIRST_GRANT + place.place, place.place)  # its own number tells
+        self.counter = 0
 
     def give_back(self) -> None:
         """It was not used."""
@@ -74,6 +79,7 @@ class Offers:
             if self._closed:
                 offer.give_back()
                 return
+            offer.counter = self._counter(offer)
             self._unused[offer.place] = offer
             self._by_key.setdefault(offer.key, []).append(offer)
 
@@ -93,7 +99,7 @@ class Offers:
                 del self._unused[offer.place]
             return tuple(taken)
 
-    def counter(self, offer: Offer) -> int:
+    def _counter(self, offer: Offer) -> int:
         """For the launch that writes to it."""
         key = offer.device, offer.place
         found = self._counters.get(key)
