@@ -121,6 +121,8 @@ def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> li
     """The tensors that `describe_on_device` could have described and that came in device memory; None for others."""
     if len(buffers) != len(specs):
         return None
+    if len(specs) == 1:
+        return _rebuild_one(specs[0], buffers[0])
     came: list[_Came] = []
     alike = True  # whether all came in the same way, to the same GPU
     for index, spec in enumerate(specs):
@@ -135,6 +137,24 @@ def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> li
     if tensors is None:
         return None
     return [finish(tensor, spec.flags) if spec.flags else tensor for spec, tensor in zip(specs, tensors, strict=True)]
+
+
+def _rebuild_one(spec: TensorSpec, buffer: Any) -> list[Tensor] | None:
+    """The same for the usual message, which has one tensor."""
+    came = _came(spec)
+    granted = getattr(buffer, "granted", None)
+    if came is None or spec.segment or granted is None or came.nbytes != buffer.nbytes:
+        return None
+    form, device, _ = came
+    if not granted:
+        tensor = empty(form, device)
+        buffer.loan.copy_all([buffer], [tensor.data_ptr()], device)
+    elif buffer.device == device.index:
+        tensor = buffer.tensor(form)
+    else:
+        return None
+    buffer.expect([form], device)
+    return [finish(tensor, spec.flags) if spec.flags else tensor]
 
 
 def _take(came: Sequence[_Came], buffers: Sequence[Any]) -> list[Tensor] | None:
