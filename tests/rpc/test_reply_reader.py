@@ -13,7 +13,9 @@ from telegrad.rpc.client import reply_reader
 from telegrad.rpc.client.completion import wake
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.pending import FOREVER, Slot
+from telegrad.rpc.threads.delayed_flush import LAZY
 from telegrad.rpc.workers import Member
+from telegrad.wire.frames import REPLY
 from telegrad.wire.messages import Ack, Goodbye
 from tests.rpc.quiet import Events, QuietStream, quiet_runtime
 
@@ -103,6 +105,33 @@ def test_an_acknowledgement_does_not_wait_for_a_peer_that_does_not_read() -> Non
     link, connection = link_with(mention=mention)  # with nothing that can wait
     link.replies.receiver.acknowledge(connection)
     assert mentioned == [Ack()]
+
+
+def test_large_replies_are_acknowledged_together_when_the_delayed_flush_looks() -> None:
+    """Usually the next request says so much sooner, and one that was encoded for each reply would be in its way."""
+    mentioned: list[Any] = []
+    asked: list[float] = []
+    numbers = iter(range(1, 4))
+
+    def receive() -> list[Any]:
+        return [SimpleNamespace(kind=REPLY, is_large=True, request_id=next(numbers))]
+
+    def mention(message: Any, ack: int, within: float, payload: bytes) -> None:
+        mentioned.append((message, within))
+
+    link, connection = link_with(receive=receive, mention=mention, flush_within=asked.append)
+    receiver = link.replies.receiver
+    receiver.attach(connection)
+    for _ in range(2):
+        receiver.receive(connection, [])
+    assert asked == [LAZY] and not mentioned
+    connection.before_flush()
+    assert mentioned == [(Ack(), 0.0)] and not receiver.unacknowledged
+    connection.before_flush()
+    assert len(mentioned) == 1
+    receiver.receive(connection, [])
+    receiver.attach(connection)  # the next connection: what was owed on the one before still is
+    assert asked == [LAZY] * 3
 
 
 def _ended(link: Link) -> None:

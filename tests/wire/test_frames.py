@@ -24,6 +24,7 @@ from telegrad.wire.frames import (
     FrameKind,
     SegmentSpec,
     align,
+    encode_naming,
     encode_prefix,
     encode_whole,
 )
@@ -58,6 +59,23 @@ def content(frame: Frame) -> tuple[object, ...]:
     data = b"" if frame.data is None else bytes(memoryview(frame.data).cast("B")[frame.data_offset :])
     length = sum(s.nbytes for s in frame.segments)
     return frame.kind, frame.request_id, frame.ack, frame.message, bytes(frame.payload), data[:length]
+
+
+@pytest.mark.parametrize("payload", [b"", b"p" * 40_000, b"p" * 200_000])
+@pytest.mark.parametrize("piece", [1 << 30, 1000, 7])
+def test_round_trip_of_a_record_that_names_memory(payload: bytes, piece: int) -> None:
+    tensors = (TensorSpec(0, 0, (8,), (), 0, 0, 0, "cuda:0"),)
+    segments = (SegmentSpec(32, 5, 64),)
+    raw = encode_naming(FrameKind.REQUEST, 9, 7, CALL, payload, tensors, segments)
+    reader = FrameReader()
+    for behind in (b"", encode_whole(FrameKind.NOTICE, 1, 0, Ack())):
+        frames = feed(reader, raw + behind, piece)
+        assert (frames[0].message, bytes(frames[0].payload)) == (CALL, payload)
+        assert (frames[0].tensors, frames[0].segments) == (tensors, segments)
+        assert reader.has_memory and reader.idle
+        reader.has_memory = False
+    feed(reader, encode_whole(FrameKind.NOTICE, 1, 0, Ack()), piece)
+    assert not reader.has_memory, "the connection has nothing to see to"
 
 
 @pytest.mark.parametrize("kind", FrameKind)

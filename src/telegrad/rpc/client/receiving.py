@@ -43,7 +43,8 @@ class ReceivingLink(Protocol):
 
 
 class Receiver:
-    """Takes in the frames of one link. One thread at a time, the one that reads."""
+    """Takes in the frames of one link. One thread at a time, the one that reads; what it owes the worker, the timer may
+    say as well."""
 
     def __init__(self, link: ReceivingLink) -> None:
         self._link = link

@@ -55,7 +55,7 @@ class Landing:
         self._places: list[Place] = []
         self._free: list[Place] = []
         self._prepared: list[Grant] = []  # the peer does not know them
-        self._told: dict[int, Grant] = {}  # by place: the peer may write to them
+        self._told: dict[int, Grant] = {}  # by place: the peer may write to them. Taken out in one step
         self.expected: deque[tuple[int, int, Sequence[Form]]] = deque()  # by stream and device: to be prepared
         self._held: dict[tuple[int, int], int] = {}  # by device and size: how many there are of both
         self._used: deque[Grant] = deque()  # named by messages, and still counted there
