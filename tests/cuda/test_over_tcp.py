@@ -1,12 +1,13 @@
 """CUDA tensors over TCP: they go to the GPU while their message is still coming, and nobody sees that but the clock."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
+from telegrad.cuda import upload
 from telegrad.cuda.upload import Upload
 from telegrad.transport.device.blocks import budget
 from tests.cluster import Cluster, cluster
@@ -30,22 +31,39 @@ def plus_one_slowly(x: Tensor) -> Tensor:
 
 
 def test_they_go_up_as_they_come(job: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces: list[int] = []
+    steps: list[int] = []
     copy = Upload._copy
 
-    def noted(upload: Upload, start: int, stop: int) -> None:
-        pieces.append(stop - start)
-        copy(upload, start, stop)
+    def noted(going: Upload, ranges: Sequence[tuple[int, int]]) -> None:
+        steps.append(sum(stop - start for start, stop in ranges))
+        copy(going, ranges)
 
     monkeypatch.setattr(Upload, "_copy", noted)
     most = 0
-    for _ in range(10):  # one that comes in a few large reads goes up at once
-        pieces.clear()
+    for _ in range(10):
+        steps.clear()
         sent = torch.rand(SIZE, device="cuda")
         assert torch.equal(rpc.rpc_sync("worker1", echo, args=(sent,)), sent)
-        assert sum(pieces) in (0, sent.nbytes), "the first message of a size goes up as a whole"
-        most = max(most, len(pieces))
+        assert sum(steps) in (0, sent.nbytes), "the first message of a size goes up as a whole"
+        most = max(most, len(steps))
     assert most > 1
+
+
+def test_memory_that_the_gpu_has_yet_to_read_is_not_received_in(job: Cluster) -> None:
+    """Results go up behind a long kernel, and the next ones come before it has ended."""
+    sent = [torch.rand(SIZE, device="cuda") for _ in range(5)]
+    streams = [torch.cuda.Stream() for _ in sent]
+    for _ in range(3):  # the memory is pinned in the first rounds
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2 * LONG)
+        came = []
+        for x, stream in zip(sent, streams, strict=True):
+            with torch.cuda.stream(stream):
+                came.append(rpc.rpc_sync("worker1", echo, args=(x,)))
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(came, sent, strict=True))
+    upload.collect()
+    assert not upload._kept
 
 
 def test_many_sizes_and_places_in_one_message(job: Cluster) -> None:

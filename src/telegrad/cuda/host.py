@@ -4,7 +4,8 @@ Host memory that tensors travel in is pooled and used again, so it is pinned whe
 the GPU then reads and writes it directly. Where bytes go into a socket they come down in chunks through a few pinned
 buffers, so that the next chunk is on its way while one is being written. Where several threads write parts of a tensor,
 one of them sees to the first chunks of all (`bring_down`): at the same time they would wait for each other, within
-calls of CUDA and for the interpreter, much longer than for the GPU.
+calls of CUDA and for the interpreter, much longer than for the GPU. The parts lie equally far from each other, so that
+one call has a piece of all of them come.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from telegrad.cuda.order import current_stream
-from telegrad.cuda.runtime import CudaError, runtime
+from telegrad.cuda.runtime import FARTHEST, CudaError, Rows, runtime
 
 log = logging.getLogger("telegrad.cuda")
 
 CHUNKED_FROM = 4 * 2**20  # bytes that come down while they are written
-_FIRST_CHUNK = 2 * 2**20  # of threads that write parts of one tensor the first chunks come down one after the other
-_EVENT_EVERY = 4 * 2**20  # bytes that are enqueued together; a thread that begins finds its first chunk there
-_CHUNK = 8 * 2**20  # few, because threads wait for each other within calls of CUDA; a GPU is far ahead of any socket
+_CHUNK = 8 * 2**20  # bytes; few chunks, because threads wait for each other within calls of CUDA
+_PIECES = 2, 8  # sixteenths of the first chunk, where it is cut: a GPU is far ahead of any socket
+_PIECES_FROM = 2**20  # bytes of a first chunk that comes in such pieces
+_ALIGNMENT = 4096
 _PIN_FROM = 2**20  # bytes; pinning less costs more than it saves
 
 _pinning = threading.Lock()
@@ -146,41 +148,51 @@ class DeviceBytes:
         if not self._nbytes:
             return iter(())
         if self._descent is None:
-            bring_down([self], ahead=1)
+            bring_down([self])
         assert self._descent is not None
         descent, self._descent = self._descent, None
         return descent.chunks()
 
 
-def bring_down(several: Sequence[DeviceBytes], ahead: int = 2) -> None:
-    """Have so many chunks `ahead` of each of these, which are on one device, on their way: all first ones, in the order
-    given, then the next."""
+def bring_down(several: Sequence[DeviceBytes]) -> None:
+    """Have as much of each of these, which are on one device, on its way as there is room for: the first piece of all,
+    in the order given, then the next."""
     plans = [_plan(len(data)) for data in several]
-    buffer = _Buffer(sum([plan.first + plan.second for plan in plans]))
+    buffer = _Buffer(sum([plan.room for plan in plans]))
     place = 0
     descents = []
     for data, plan in zip(several, plans, strict=True):
         descents.append(data.descend(plan, buffer, place))
-        place += plan.first + plan.second
-    while ahead and descents:
-        _enqueue(descents, several[0].device)
-        descents = [descent for descent in descents if descent.to_come]
-        ahead -= 1
+        place += plan.room
+    for index in range(max(plan.at_first for plan in plans)):
+        _enqueue([descent for descent, plan in zip(descents, plans, strict=True) if index < plan.at_first])
+
+
+class _Piece(NamedTuple):
+    """Some of the bytes that come down."""
+
+    start: int
+    nbytes: int
+    place: int  # in the room that these bytes have in a buffer
 
 
 class _Plan(NamedTuple):
-    """How some bytes come down: to two places in turn, which have room for `first` and `second` bytes."""
+    """How some bytes come down: in chunks to two places in turn, the first chunk in a few pieces."""
 
-    chunks: Sequence[tuple[int, int]]
-    first: int
-    second: int
+    pieces: Sequence[_Piece]
+    at_first: int  # those for which there is room before anything is written
+    room: int
 
 
 @functools.lru_cache(maxsize=64)
 def _plan(nbytes: int) -> _Plan:
-    chunks = cut_in_chunks(nbytes)
-    lengths = [length for _, length in chunks]
-    return _Plan(chunks, max(lengths[::2]), max(lengths[1::2], default=0))
+    first = min(_CHUNK, nbytes)
+    cuts = [first * sixteenths // 16 & -_ALIGNMENT for sixteenths in _PIECES] if first >= _PIECES_FROM else []
+    pieces = [_Piece(start, stop - start, start) for start, stop in itertools.pairwise([0, *cuts, first])]
+    at_first = len(pieces) + (nbytes > first)
+    for start in range(first, nbytes, _CHUNK):
+        pieces.append(_Piece(start, min(_CHUNK, nbytes - start), start % (2 * _CHUNK)))
+    return _Plan(pieces, at_first, min(2 * _CHUNK, nbytes))
 
 
 class _Buffer:
@@ -195,9 +207,9 @@ class _Buffer:
 
 
 class _Descent:
-    """Some bytes on their way down, at most two chunks at a time, each in a place of its own."""
+    """Some bytes on their way down, as much at a time as there is room for."""
 
-    __slots__ = ("_kept", "_places", "address", "buffer", "coming", "stream", "to_come")
+    __slots__ = ("_kept", "_place", "address", "buffer", "coming", "stream", "to_come")
 
     def __init__(
         self, address: int, stream: torch.cuda.Stream, plan: _Plan, buffer: _Buffer, place: int, kept: object
@@ -205,15 +217,17 @@ class _Descent:
         self.address = address
         self.stream = stream
         self.buffer = buffer
-        self.to_come = deque(plan.chunks)
+        self.to_come = deque(plan.pieces)
         self.coming: deque[tuple[memoryview, torch.cuda.Event]] = deque()  # the second says that the first is there
-        self._places = place, place + plan.first
+        self._place = place
         self._kept = kept  # the memory on the GPU
 
-    def next_place(self) -> int:
-        """Where in the buffer the next chunk comes; after that it is the other one's turn."""
-        place, self._places = self._places[0], self._places[::-1]
-        return place
+    def next_piece(self, there: torch.cuda.Event) -> Copy:
+        """The next one is about to be enqueued; `there` will say that it has come."""
+        piece = self.to_come.popleft()
+        place = self._place + piece.place
+        self.coming.append((self.buffer.view[place : place + piece.nbytes], there))
+        return Copy(self.buffer.address + place, self.address + piece.start, piece.nbytes)
 
     def chunks(self) -> Iterator[memoryview]:
         """What comes, in order."""
@@ -222,7 +236,7 @@ class _Descent:
             if not there.query():  # type: ignore[no-untyped-call] # keeps the interpreter, which waiting does not
                 there.synchronize()
             if self.to_come and len(self.coming) == 1:
-                _enqueue([self], self.stream.device_index)  # comes while this one is written
+                _enqueue([self])  # comes while this one is written
             yield chunk
             del self.coming[0]
 
@@ -232,27 +246,43 @@ class _Descent:
             there.synchronize()
 
 
-def _enqueue(descents: Sequence[_Descent], device: int) -> None:
-    """Have the next chunk of each of these come, after one stream, and an event say so now and then."""
+def _enqueue(descents: Sequence[_Descent]) -> None:
+    """Have the next piece of each of these come, after one stream, and an event say so."""
     stream = descents[0].stream
-    raw = stream.cuda_stream
-    event, since = torch.cuda.Event(), 0  # type: ignore[no-untyped-call] # of torch's
-    with on_device(device):
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
+    with on_device(stream.device_index):
         try:
-            for descent in descents:
-                if since >= _EVENT_EVERY:
-                    event.record(stream)
-                    event, since = torch.cuda.Event(), 0  # type: ignore[no-untyped-call]
-                offset, length = descent.to_come.popleft()
-                place, buffer = descent.next_place(), descent.buffer
-                descent.coming.append((buffer.view[place : place + length], event))
-                runtime().copy_pinned(buffer.address + place, descent.address + offset, length, raw)
-                since += length
+            copy_together([descent.next_piece(event) for descent in descents], stream.cuda_stream)
         finally:
             event.record(stream)
 
 
-def cut_in_chunks(nbytes: int) -> list[tuple[int, int]]:
-    """Offset and length of each chunk of so many bytes. The first is small, so that writing begins early."""
-    bounds = [0, *range(min(_FIRST_CHUNK, nbytes), nbytes, _CHUNK), nbytes]
-    return [(start, stop - start) for start, stop in itertools.pairwise(bounds)]
+class Copy(NamedTuple):
+    """Bytes to be copied between the GPU and pinned memory."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+def copy_together(copies: Sequence[Copy], stream: int) -> None:
+    """Enqueue copies, in few calls: one for all that lie equally far from each other, on either side."""
+    cuda = runtime()
+    start = 0
+    while start < len(copies):
+        target, source, nbytes = copies[start]
+        stop = start + 1
+        if stop < len(copies):
+            far, apart = copies[stop].target - target, copies[stop].source - source
+            if nbytes <= far < FARTHEST and nbytes <= apart < FARTHEST:
+                while stop < len(copies) and copies[stop] == (
+                    target + far * (stop - start),
+                    source + apart * (stop - start),
+                    nbytes,
+                ):
+                    stop += 1
+        if stop - start > 1:
+            cuda.copy_rows(Rows(target, far), Rows(source, apart), nbytes, stop - start, stream)
+        else:
+            cuda.copy(target, source, nbytes, stream)
+        start = stop

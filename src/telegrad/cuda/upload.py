@@ -1,9 +1,11 @@
 """Tensors on their way to the GPU while the rest of their message is still coming.
 
-A large message is read into pinned memory, by one thread or by several, each with a part of it. What has come is copied
-to the GPU in two steps, on a stream of their own, so that only the last one is left to wait for when the message is
-complete. The memory on the GPU is of torch's allocator. It was free when the message began, so the stream follows, as
-one of a request does, what had been answered until then (`order.follow_all`): that may still be at work in it.
+A large message is read into pinned memory, by one thread or by several, each with a part of it. What has come of all of
+them is copied to the GPU in three steps, on a stream of their own, so that little is left when the message is complete.
+Nobody waits for that: whatever uses the tensors comes behind it on the GPU, and the memory that they came in is kept
+until the GPU has read it. The memory on the GPU is of torch's allocator. It was free when the message began, so the
+stream follows, as one of a request does, what had been answered until then (`order.follow_all`): that may still be at
+work in it.
 
 Only memory that is pinned already is used like that, which means that an earlier message came in it and was copied as a
 whole (`host.to_device`): pinning takes longer than what it would save. Until somebody takes the tensors, which may be
@@ -16,20 +18,23 @@ import bisect
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from telegrad.cuda import order
-from telegrad.cuda.host import on_device, to_device
+from telegrad.cuda.host import Copy, copy_together, on_device, to_device
 from telegrad.cuda.runtime import CudaError, runtime
 
 log = logging.getLogger("telegrad.cuda")
 
 LEAST = 2**20  # bytes of a tensor from which this pays
-_TWICE_FROM = 2**21  # bytes of a part that go up in two steps
+_STEPS = 8, 14, 16  # sixteenths of each part that have come when a step is made: a GPU is far ahead of any socket
+_IN_STEPS_FROM = 2**20  # bytes of a part
 _FIRST_OF_ALL = -1  # the priority of a stream of torch's: those are no request's and no pass's
 
 
@@ -52,14 +57,14 @@ class Budget(Protocol):
         """It is the program's now, or free. For finalizers, too."""
 
 
-def begin(memory: Any, offset: int, wanted: Sequence[Wanted], budget: Budget) -> Upload | None:
-    """Bytes that will be put into `memory` from `offset` on are wanted, in this order; None if they have to be copied
-    when all is there."""
+def begin(memory: Any, offset: int, nbytes: int, wanted: Sequence[Wanted], budget: Budget) -> Upload | None:
+    """Of `nbytes` that will be put into `memory` from `offset` on some are wanted, in this order; None if they have to
+    be copied when all is there."""
     mapping = getattr(memory, "mapping", None)
     if not wanted or mapping is None or not mapping.seen_at:
         return None
     try:
-        return Upload(memory, offset, wanted, budget)
+        return Upload(memory, offset, nbytes, wanted, budget)
     except RuntimeError as error:  # torch's or CUDA's: there is no memory, which whoever takes the tensor is told
         log.debug("a message is copied to the GPU when all of it is there: %s", error)
         return None
@@ -67,11 +72,12 @@ def begin(memory: Any, offset: int, wanted: Sequence[Wanted], budget: Budget) ->
 
 class Upload:
     """Copies of what has come of one message. Threads that read its parts enqueue them; one thread takes the tensors,
-    after all of it has come."""
+    after all of it has come. `_lock` guards what is to come."""
 
-    def __init__(self, memory: Any, offset: int, wanted: Sequence[Wanted], budget: Budget) -> None:
-        self._copying = False  # whether there may be copies that are not done
+    def __init__(self, memory: Any, offset: int, nbytes: int, wanted: Sequence[Wanted], budget: Budget) -> None:
+        self._copying = False  # whether there may be copies that nobody waits for
         self._failed = False
+        self._done: dict[torch.device, torch.cuda.Event] = {}  # what is recorded behind them
         self._budget = budget
         self._reserved: dict[int, Wanted] = {}  # what nobody has taken, by segment
         for one in wanted:
@@ -80,6 +86,9 @@ class Upload:
             self._reserved[one.segment] = one
         self._memory = memory  # kept until the GPU has read it
         self._address = ctypes.addressof(memory) + offset
+        self._lock = threading.Lock()
+        self._to_come = [nbytes] * len(_STEPS)  # by step: bytes of the parts that have not come so far
+        self._parts: list[list[int]] = []  # of each part: where it begins, and where each step of it ends
         self._wanted = wanted
         self._starts = [one.start for one in wanted]
         order.follow_all(lambda index: _stream(torch.device("cuda", index)), order.now())
@@ -89,45 +98,66 @@ class Upload:
     def part(self, start: int, stop: int) -> Callable[[int], None]:
         """A thread reads the bytes from `start` to `stop`, in order: what it calls with the place it has reached.
 
-        Three quarters go up together and then the rest: a GPU is far ahead of any socket, so that little is left to
-        wait for at the end, and threads that read other parts wait for each other within calls of CUDA."""
-        done = start
-        most = stop - (stop - start) // 4 if stop - start >= _TWICE_FROM else stop
+        A step is made for all parts together, by the thread that is the last to reach it: threads wait for each other
+        within calls of CUDA, and a call that comes alone after a while takes as long as several that come together."""
+        size = stop - start
+        steps = _STEPS if size >= _IN_STEPS_FROM else (_STEPS[-1],) * len(_STEPS)
+        ends = [start + (size * sixteenths // 16) for sixteenths in steps]
+        self._parts.append([start, *ends])
+        step = 0
 
         def reached(place: int) -> None:
-            nonlocal done, most
-            if place >= most > done:
-                self._copy(done, place)
-                done, most = place, stop
+            nonlocal step
+            while step < len(ends) and place >= ends[step]:
+                with self._lock:
+                    self._to_come[step] -= size
+                    last = not self._to_come[step]
+                if last:
+                    self._copy([(part[step], part[step + 1]) for part in sorted(self._parts)])
+                step += 1
 
         return reached
 
-    def _copy(self, start: int, stop: int) -> None:
+    def _copy(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Enqueue copies of what is wanted of these bytes."""
         self._copying = True
-        for index in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._wanted)):
-            one = self._wanted[index]
-            if one.start >= stop:
-                break
-            first, last = max(start, one.start), min(stop, one.start + one.nbytes)
-            if first < last:
-                target = self._targets[index] + first - one.start
-                try:
-                    with on_device(one.device.index):
-                        runtime().copy_pinned(target, self._address + first, last - first, stream_of(one.device))
-                except CudaError as error:
-                    log.debug("a message is copied to the GPU when all of it is there: %s", error)
-                    self._failed = True
+        by_device: dict[int, list[Copy]] = {}
+        for start, stop in ranges:
+            for index in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._wanted)):
+                one = self._wanted[index]
+                if one.start >= stop:
+                    break
+                first, last = max(start, one.start), min(stop, one.start + one.nbytes)
+                if first < last:
+                    copy = Copy(self._targets[index] + first - one.start, self._address + first, last - first)
+                    by_device.setdefault(one.device.index, []).append(copy)
+        for device, copies in by_device.items():
+            try:
+                with on_device(device):
+                    copy_together(copies, stream_of(torch.device("cuda", device)))
+            except CudaError as error:
+                log.debug("a message is copied to the GPU when all of it is there: %s", error)
+                self._failed = True
 
     def segment(self, number: int, view: memoryview) -> Any:
         """What stands for a segment of the message, which came in `view`."""
         return Uploaded(self, number, view) if number in self._tensors else view
 
     def take(self, segment: int, device: torch.device) -> Tensor | None:
-        """The bytes of a segment on that device; None if they are not there."""
+        """The bytes of a segment on that device, for this thread's current stream; None if they are not there."""
         meant, tensor = self._tensors[segment]
-        if meant != device or not self._wait():
+        if meant != device or self._failed or self._to_come[-1]:
+            self._wait()
             return None
+        if self._copying and not room_to_keep(self._memory):
+            self._wait()
+            if self._failed:
+                return None
+        if self._copying:
+            self._copying = False
+            self._done = keep(self._memory, {one.device for one in self._wanted})
+        if device in self._done:
+            follow(self._done[device], device)
         self._release(segment)
         order.keep_memory([tensor])
         return tensor
@@ -137,8 +167,8 @@ class Upload:
         if one is not None:
             self._budget.drop(one.device.index, one.nbytes)
 
-    def _wait(self) -> bool:
-        """Return when the copies are done; whether they are."""
+    def _wait(self) -> None:
+        """Return when the copies are done."""
         if self._copying:
             self._copying = False
             try:
@@ -147,7 +177,6 @@ class Upload:
             except CudaError as error:
                 log.debug("copies to the GPU failed: %s", error)
                 self._failed = True
-        return not self._failed
 
     def __del__(self) -> None:
         """If nobody took it: its memory is not used again while the GPU reads it."""
@@ -175,6 +204,49 @@ class Uploaded:
         if device.type == "cuda":
             return to_device(self._view, device)
         return torch.frombuffer(self._view, dtype=torch.uint8).to(device).untyped_storage()
+
+
+# --- host memory that the GPU still reads ---
+
+_MOST_KEPT = 512 * 2**20  # bytes; beyond it whoever takes a tensor waits for the GPU, as for a slower one
+_kept: deque[tuple[Iterable[torch.cuda.Event], Any]] = deque()  # what is recorded behind copies, and what they read
+_collecting = threading.Lock()
+
+
+def room_to_keep(memory: Any) -> bool:
+    """Whether not too much is kept already to keep that as well."""
+    collect()
+    return sum([ctypes.sizeof(kept) for _, kept in list(_kept)]) + ctypes.sizeof(memory) <= _MOST_KEPT
+
+
+def keep(memory: Any, devices: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Event]:
+    """Have host memory live until the copies to these devices that are enqueued now have read it; what tells that."""
+    events = {}
+    for device in devices:
+        event = events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
+        event.record(_stream(device))
+    _kept.append((events.values(), memory))
+    return events
+
+
+def collect() -> None:
+    """Let go of the memory that the GPU has read. To be called now and then, and before memory is taken to receive in:
+    that should be one that is known to the GPU. Never waits."""
+    if not _kept or not _collecting.acquire(False):
+        return
+    try:
+        while _kept and all(event.query() for event in _kept[0][0]):  # type: ignore[no-untyped-call]
+            _kept.popleft()
+    except RuntimeError as error:  # of a GPU that has failed: nothing reads any more
+        log.debug("copies to the GPU failed: %s", error)
+        _kept.clear()
+    finally:
+        _collecting.release()
+
+
+def follow(event: torch.cuda.Event, device: torch.device) -> None:
+    """What this thread's current stream does from now on comes after that."""
+    torch.cuda.current_stream(device).wait_event(event)
 
 
 def allocate(nbytes: int, device: torch.device) -> Tensor:

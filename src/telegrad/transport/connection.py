@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from telegrad.cuda import order
+from telegrad.cuda import order, upload
 from telegrad.errors import AuthenticationError, ProtocolError
 from telegrad.transport.addresses import Address
 from telegrad.transport.blocks.heap import Heap
@@ -39,6 +39,13 @@ def _nothing() -> None:
     pass
 
 
+def _allocate(nbytes: int) -> Any:
+    """Memory to receive in."""
+    if order.active:
+        upload.collect()
+    return heap.allocate(nbytes)
+
+
 class Connection(Outgoing):
     """Messages over one stream. Any thread may send; one at a time may receive."""
 
@@ -50,7 +57,7 @@ class Connection(Outgoing):
         self.stripes: Stripes | None = None  # the streams beside this one, once both ends have them all
         self.gathering: Gathering | None = None  # those of them that have come, where this end accepts them
         self._striped = False  # whether what is sent may use them
-        self._reader = FrameReader(heap.allocate, max_frame)
+        self._reader = FrameReader(_allocate, max_frame)
         self._reader.uploading = self.memory.upload
         self.copier = self.memory.copier
         self.before_flush: Callable[[], None] = _nothing  # called when what is held back is about to be written in time

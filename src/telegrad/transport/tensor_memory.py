@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from telegrad.cuda import host, order
-from telegrad.cuda.upload import LEAST, Upload, Wanted, begin
+from telegrad.cuda.upload import LEAST, Upload, Wanted, begin, collect
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.copying import Copier
 from telegrad.transport.blocks.lending import Borrower, Lender
@@ -213,7 +213,7 @@ class TensorMemory:
                     return None
                 wanted.append(Wanted(number, segment.offset, segment.nbytes, device))
                 end = segment.offset + segment.nbytes
-        return begin(memory, start, wanted, budget)
+        return begin(memory, start, nbytes, wanted, budget)
 
     def find(self, frame: Frame) -> None:
         """Find the memory of a message that came."""
@@ -328,6 +328,7 @@ class TensorMemory:
             self.lender.close()
         if self.devices is not None:
             self.devices.close()
+        collect()
 
 
 def _inline(segments: Sequence[Segment], small: bool) -> Placed:

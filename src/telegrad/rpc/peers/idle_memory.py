@@ -2,6 +2,7 @@
 
 import time
 
+from telegrad.cuda import upload
 from telegrad.rpc.peers.peers import Peers
 from telegrad.rpc.runtime import Runtime
 from telegrad.transport.connection import heap
@@ -32,6 +33,7 @@ class IdleMemory:
 
     def tidy(self, before: float) -> None:
         """Return the memory of blocks that have been idle since `before` on the monotonic clock."""
+        upload.collect()
         heap.trim(before)
         collect()
         for link in self._peers.links():
