@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from telegrad.cuda import host, order
-from telegrad.cuda.copy_kernel import MOST_PIECES, Piece, copy_and_tell, give_back_counter, take_counter
+from telegrad.cuda.copy_kernel import MOST_PIECES, copy_and_tell, give_back_counter, take_counter
 from telegrad.transport.blocks.mapping import Mapping
 
 GUARD = 32
@@ -21,7 +21,7 @@ def test_pieces_of_any_size_and_place(offset: int, nbytes: int) -> None:
     source = torch.randint(0, 255, (nbytes + GUARD,), dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)
     for use in (7, 8):
-        pieces = [Piece(source.data_ptr() + offset, target.data_ptr(), nbytes)]
+        pieces = [(source.data_ptr() + offset, target.data_ptr(), nbytes)]
         copy_and_tell(0, order.current_stream(0), pieces, number, use, counter)
         torch.cuda.synchronize()
         assert ctypes.c_uint32.from_address(page.address).value == use
@@ -35,7 +35,7 @@ def test_more_pieces_than_one_launch_takes() -> None:
     number, counter = host.pinned(page), take_counter(0)
     sources = [torch.rand(100 + index, device="cuda") for index in range(2 * MOST_PIECES + 3)]
     targets = [torch.zeros_like(source) for source in sources]
-    pieces = [Piece(s.data_ptr(), t.data_ptr(), s.nbytes) for s, t in zip(sources, targets, strict=True)]
+    pieces = [(s.data_ptr(), t.data_ptr(), s.nbytes) for s, t in zip(sources, targets, strict=True)]
     copy_and_tell(0, order.current_stream(0), pieces, number, 3, counter)
     torch.cuda.synchronize()
     assert ctypes.c_uint32.from_address(page.address).value == 3

@@ -296,6 +296,19 @@ def test_lies_about_grants_are_refused(ends: Ends, cuda: Noted) -> None:
     assert len(landing._dropped) + len(landing._late) == 2, "memory that the peer may write to is kept"
 
 
+def test_what_another_thread_will_write_is_left_to_it(cuda: Noted) -> None:
+    a, b = make_pair()
+    with closing(a), closing(b):
+        landing = a.memory._device_channel().landing
+        landing.expected.append((8, 0, [FORM]))  # of another stream, and so of another thread
+        landing.prepare(0, [FORM])
+        with a._write_lock:
+            a.flush()
+            assert landing.has_news
+        a.flush()
+        assert not landing.has_news and len(landing.expected) == 1
+
+
 def test_over_a_connection_a_region_is_known_before_the_grants_in_it(cuda: Noted) -> None:
     a, b = make_pair()
     with closing(a), closing(b):

@@ -75,7 +75,7 @@ class _Kernel:
         code = files("telegrad.cuda").joinpath("copy_kernel.ptx").read_bytes()
         with torch.cuda.device(device):
             self._function = runtime().load_kernel(code, b"copy_and_tell")
-        self._launch = runtime().launch
+        self._runtime = runtime()
         self._most_blocks = torch.cuda.get_device_properties(device).multi_processor_count * _BLOCKS_OF_PROCESSOR
         self._local = _Local()
 
@@ -91,10 +91,10 @@ class _Kernel:
         _arguments(count).pack_into(argument.memory, 0, number, counter, value & 0xFFFFFFFF, count, *numbers)
         blocks = min(-(-total // _BYTES_OF_BLOCK) or 1, self._most_blocks)
         if torch._C._cuda_getDevice() == self._device:
-            self._launch(self._function, blocks, THREADS, stream, argument.parameters)
+            self._runtime.launch(self._function, blocks, THREADS, stream, argument.parameters)
         else:
             with torch.cuda.device(self._device):
-                self._launch(self._function, blocks, THREADS, stream, argument.parameters)
+                self._runtime.launch(self._function, blocks, THREADS, stream, argument.parameters)
 
 
 class _Local(threading.local):

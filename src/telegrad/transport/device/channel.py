@@ -356,10 +356,7 @@ class DeviceChannel:
         """See to what nobody waits for: memory that was written to, and memory for what is expected. Whether the peer
         should be told of that."""
         self.offers.tidy()
-        if not self.landing.expected:
-            return False
-        self.landing.prepare_expected()
-        return self.landing.has_news
+        return bool(self.landing.expected) and self.landing.prepare_expected()
 
     @property
     def has_news(self) -> bool:

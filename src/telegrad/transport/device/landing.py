@@ -78,17 +78,20 @@ class Landing:
         else:
             self.prepare(device, forms)
 
-    def prepare_expected(self) -> None:
-        """This thread has sent something: prepare what came on its stream."""
+    def prepare_expected(self) -> bool:
+        """This thread has sent something: prepare what came on its stream. Whether there was anything."""
+        prepared = False
         for _ in range(len(self.expected)):
             try:
                 stream, device, forms = expected = self.expected.popleft()
             except IndexError:  # another thread does the same
-                return
+                break
             if order.current_stream(device) == stream:
                 self.prepare(device, forms)
+                prepared = True
             else:
                 self.expected.append(expected)
+        return prepared
 
     def prepare(self, device: int, forms: Sequence[Form]) -> None:
         """Allocate memory of these forms, to be granted with the next message."""
