@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
@@ -119,6 +120,17 @@ def test_a_tensor_is_written_to_where_it_stays(ends: Ends, cuda: Noted) -> None:
     assert ends.here.landing.granted == (0, 0)
     other = granted.tensor(Form(torch.int32, (5, 5), ()))
     assert other.data_ptr() == copied[1] and other.shape == (5, 5)
+
+
+def test_a_tensor_that_came_is_held_by_nobody_else(ends: Ends, cuda: Noted) -> None:
+    grant(ends)
+    (place,) = ends.there.lend(*sent(cuda))
+    assert place is not None
+    granted = ends.here.landing.arrive(place)
+    granted._teller.flag.written.set(1)
+    alive = weakref.ref(granted.tensor(FORM))
+    del granted
+    assert alive() is None
 
 
 def test_the_number_of_the_first_tells_for_all_of_a_message(ends: Ends, cuda: Noted) -> None:

@@ -58,7 +58,7 @@ class Landing:
         self._told: dict[int, Grant] = {}  # by place: the peer may write to them. Taken out in one step
         self.expected: deque[tuple[int, int, Sequence[Form]]] = deque()  # by stream and device: to be prepared
         self._held: dict[tuple[int, int], int] = {}  # by device and size: how many there are of both
-        self._used: deque[Grant] = deque()  # named by messages, and still counted there
+        self._used: deque[tuple[int, int]] = deque()  # the same of those that messages named, to be counted out
         self._late: list[Late] = []
         self._dropped: deque[Granted] = deque()  # named by messages that nobody took tensors of
         self._reclaimed: list[int] = []  # to be told to the peer
@@ -133,8 +133,7 @@ class Landing:
     def _count_used(self) -> None:
         """Under the lock: what came is the program's."""
         while self._used:
-            grant = self._used.popleft()
-            self._release(grant.device, grant.nbytes, None)
+            self._release(*self._used.popleft(), None)
 
     def _allocate(self, device: int, form: Form, place: Place, stream: int) -> Grant | None:
         try:
@@ -193,7 +192,7 @@ class Landing:
         grant = self._told.pop(number, None)  # in one step, without the lock
         if grant is None:
             raise ProtocolError(f"the peer wrote to granted memory {number}, which is not granted to it")
-        self._used.append(grant)
+        self._used.append((grant.device, grant.nbytes))
         granted = Granted(self, grant)  # first: whatever comes of this, the memory is kept until it was written
         if segment.nbytes != grant.nbytes:
             raise ProtocolError(f"{segment.nbytes} bytes are said to be in {grant.nbytes} granted ones")
