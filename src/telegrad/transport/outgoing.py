@@ -66,7 +66,8 @@ class Outgoing:
                 if self.stream.unsent:  # the peer does not read: from now on whoever sends waits until it does
                     self._write_with_held([frame], deadline)
                 else:
-                    if self.outbox or self._released or self._retired or self.memory.has_device_news:
+                    devices = self.memory.devices
+                    if self.outbox or self._released or self._retired or (devices is not None and devices.has_news):
                         frame = b"".join((*self._waiting(), frame))
                     if not self.stream.begin(frame):
                         self.flush_within(_NO_ROOM)
@@ -126,7 +127,8 @@ class Outgoing:
     def _waiting(self) -> list[bytes]:
         """Under the lock: what was held back and what is to be told about blocks, taken out to be written."""
         notices: list[bytes] = []
-        if self._released or self._retired or self.memory.has_device_news:
+        devices = self.memory.devices
+        if self._released or self._retired or (devices is not None and devices.has_news):
             notices = [encode_naming(NOTICE, 0, 0, notice) for notice in self.memory.notices()]
         held: list[bytes] = []
         while self.outbox:

@@ -279,11 +279,6 @@ class TensorMemory:
 
     # --- what the peers tell each other about blocks ---
 
-    @property
-    def has_device_news(self) -> bool:
-        """Whether the peer is to be told something about device memory."""
-        return self.devices is not None and self.devices.has_news
-
     def notices(self) -> list[AnyMessage]:
         """What to tell it; each is told once."""
         notices: list[AnyMessage] = []
@@ -291,7 +286,7 @@ class TensorMemory:
             notices.append(ReleaseBlocks(released))
         if self.lender is not None and (retired := self.lender.retired()):
             notices.append(RetireBlocks(retired))
-        if self.has_device_news and self.devices is not None:
+        if self.devices is not None and self.devices.has_news:
             notices += self.devices.news()
         return notices
 
