@@ -81,11 +81,11 @@ def test_the_reducer_of_replicas_is_known() -> None:
         dist.destroy_process_group()
 
 
-def test_a_send_that_has_looked_makes_its_edges_anew() -> None:
+def test_a_send_that_has_looked_has_its_edges_again() -> None:
     x = leaf()
     send = SendNode(MessageId(1), WorkerId(1), [x])
-    send.look_at_leaves()
-    assert [*send.unobserved] == [x]
+    (found,) = send.unobserved_leaves()
+    assert found is x
     assert send.edges[0].node.variable is x  # type: ignore[attr-defined]
     send.check([torch.ones(2)])
 
@@ -95,8 +95,7 @@ def test_a_send_of_an_observed_leaf_keeps_its_edges() -> None:
     send = SendNode(MessageId(1), WorkerId(1), [x])
     seen = []
     send.edges[0].node.register_hook(lambda *_: seen.append("seen"))
-    send.look_at_leaves()
-    assert not send.unobserved
+    assert not send.unobserved_leaves()
     torch.autograd.backward(send.edges, [torch.ones(2)])
     assert seen == ["seen"]
 

@@ -581,3 +581,22 @@ def test_the_engine_is_not_asked_to_give_a_leaf_its_gradient_unless_it_is_observ
     x.register_hook(lambda gradient: gradient * 2)
     count, gradient = step()
     assert count == 2 and torch.equal(gradient, 2 * weight)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda x: x.register_hook(lambda gradient: gradient * 5),
+        lambda x: x.view_as(x).grad_fn.next_functions[0][0].register_prehook(lambda gradients: (gradients[0] * 5,)),
+    ],
+    ids=["on the tensor", "on its node"],
+)
+def test_a_hook_that_is_registered_between_two_passes_of_a_context_fires(trio: Cluster, register: Any) -> None:
+    """Nothing in this graph is freed by a pass, so that torch runs it twice."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", torch.add, (x, 1.0)).sum()
+        autograd.backward(context_id, [loss])
+        register(x)
+        autograd.backward(context_id, [loss])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 6.0))

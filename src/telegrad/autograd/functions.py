@@ -73,11 +73,10 @@ _meta: Callable[[Tensor], tuple[torch.Size, torch.dtype, torch.device]] = attrge
 class SendNode:
     """Where the gradients of one message's tensors enter the graph of the worker that sent it."""
 
-    __slots__ = ("__weakref__", "_tensors", "at_leaves", "edges", "message_id", "metas", "peer", "unobserved")
+    __slots__ = ("__weakref__", "_tensors", "at_leaves", "edges", "message_id", "metas", "peer")
     edges: list[GradientEdge]  # they keep the nodes alive, as a graph in one process does, and what is hooked to them
     metas: list[tuple[torch.Size, torch.dtype, torch.device]]
     at_leaves: bool  # whether all its tensors are leaves: then its gradients enter no graph
-    unobserved: Sequence[Tensor]  # its leaves, once `look_at_leaves` has found that the engine is not needed for them
 
     def __init__(self, message_id: MessageId, peer: WorkerId, tensors: Sequence[Tensor], later: bool = False) -> None:
         """`tensors` are those of the message that require grad, in its order. With `later` its maker will `resolve` it,
@@ -88,7 +87,6 @@ class SendNode:
         # The node of any other tensor is taken now: an in-place operation may give it another, even before its caller
         # goes on, for the worker that is called may call back.
         self.at_leaves = all(map(_is_leaf, tensors))
-        self.unobserved = ()
         is_plain = self.at_leaves and _PLAIN.issuperset(map(type, tensors)) and not any(map(_is_nested, tensors))
         if not later or not is_plain:
             self.resolve()
@@ -114,15 +112,17 @@ class SendNode:
         self.resolve()  # unless another thread has, since it was not there
         return object.__getattribute__(self, name)
 
-    def look_at_leaves(self) -> None:
-        """Find out whether its leaves are `unobserved`. For a pass after which nobody needs its edges any more; they
-        are made anew for whoever does."""
+    def unobserved_leaves(self) -> Sequence[Tensor]:
+        """Its leaves, if the engine is not needed to give them their gradients; else none. No other thread may use its
+        edges meanwhile, which it lets go of for a moment."""
         edges = self.edges
-        if all(map(is_plain, edges)):
-            self._tensors = leaves = [edge.node.variable for edge in edges]  # type: ignore[attr-defined] # of a leaf
-            del self.edges
-            if held_by_nobody(edges):
-                self.unobserved = leaves
+        if not all(map(is_plain, edges)):
+            return ()
+        leaves = [edge.node.variable for edge in edges]  # type: ignore[attr-defined] # of a leaf
+        self.edges = []
+        unobserved = held_by_nobody(edges)
+        self.edges = [*map(edge_of, leaves)]  # as long as the context lives: what is hooked to them later has to stay
+        return leaves if unobserved else ()
 
     def check(self, gradients: Gradients) -> None:
         """Raise `GradientMismatch` unless there is one gradient or None for each tensor sent, each of its kind."""

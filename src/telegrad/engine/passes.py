@@ -51,7 +51,6 @@ class Roots(msgspec.Struct, eq=False):
     edges: Sequence[GradientEdge]
     gradients: list[Tensor | None]  # none is None
     at_leaves: bool = False  # not worth asking
-    unobserved: Sequence[Tensor] = ()
 
 
 class Pass(LocalPass[MessageId]):

@@ -174,9 +174,9 @@ class RootPass(Pass):
         with self._lock:  # of those who hear
             graph = self._graph
             if graph is not None and not graph.leaves and len(self._unheard) == 1:
-                for send in self._unheard.values():
-                    if isinstance(send, SendNode) and send.at_leaves:
-                        send.look_at_leaves()
+                for key, send in self._unheard.items():
+                    if isinstance(send, SendNode) and send.at_leaves and (leaves := send.unobserved_leaves()):
+                        self._unobserved = {key: leaves}
 
     def _sleep(self) -> None:
         if self._news is None:  # whoever settles something from here on sets it; the caller looks again before it waits

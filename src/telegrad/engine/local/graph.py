@@ -42,10 +42,6 @@ class Entered(Protocol):
     def at_leaves(self) -> bool:
         """Whether it is known that all of them are leaves."""
 
-    @property
-    def unobserved(self) -> Sequence[Tensor]:
-        """These leaves, if it is known that the engine is not needed to give them their gradients."""
-
 
 _ANCHOR = ANCHOR.node
 _node_of: Callable[[Any], Any] = itemgetter(0)  # of an edge, in whichever form
