@@ -600,3 +600,50 @@ def test_a_hook_that_is_registered_between_two_passes_of_a_context_fires(trio: C
         register(x)
         autograd.backward(context_id, [loss])
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 6.0))
+
+
+def deep(x: Tensor) -> Tensor:
+    """So many nodes that its gradient is not kept for the answer."""
+    for _ in range(100):
+        x = x + 1
+    return x * 3
+
+
+def test_a_leaf_whose_gradient_came_before_the_root_waits_keeps_it(trio: Cluster) -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        late = (rpc.rpc_sync("worker2", torch.add, (y, 1.0)) * 2).sum()
+        early = rpc.rpc_sync("worker1", deep, (x,)).sum()
+
+        def wait_for_early(_: Tensor) -> None:
+            """The engine is at this node, and has been at the other: its gradients have gone, and come back."""
+            context = registry().find(context_id)
+            deadline = time.monotonic() + 30
+            while len(context.latest.waits()) > 1 and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+        late.register_hook(wait_for_early)
+        autograd.backward(context_id, [early + late])
+        gradients = autograd.get_gradients(context_id)
+        assert torch.equal(gradients[x], torch.full((2,), 3.0)) and torch.equal(gradients[y], torch.full((2,), 2.0))
+
+
+def test_a_gradient_that_is_asked_for_leaves_none_in_the_context(trio: Cluster) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        received = rpc.rpc_sync("worker1", torch.add, (x, 1.0))
+        (gradient,) = autograd.grad(context_id, [(received * 2).sum()], [received])
+        assert torch.equal(gradient, torch.full((2,), 2.0)) and not autograd.get_gradients(context_id)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("held", [False, True])
+def test_backward_in_a_mode_without_gradients(trio: Cluster, mode: Any, held: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    elsewhere = x * 2 if held else None
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", torch.add, (x, 1.0)).sum()
+        with mode():
+            autograd.backward(context_id, [loss])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(2))
+    del elsewhere

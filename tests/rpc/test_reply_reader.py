@@ -130,6 +130,9 @@ def test_large_replies_are_acknowledged_together_when_the_delayed_flush_looks() 
     connection.before_flush()
     assert len(mentioned) == 1
     receiver.receive(connection, [])
+    connection.closed = True
+    connection.before_flush()
+    assert len(mentioned) == 1
     receiver.attach(connection)  # the next connection: what was owed on the one before still is
     assert asked == [LAZY] * 3
 

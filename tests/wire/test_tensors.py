@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from telegrad.errors import ProtocolError, SerializationError
+from telegrad.wire.tensor import on_device
 from telegrad.wire.tensor.specs import DTYPES, QUANTIZED_DTYPES, Flag, TensorKind
 from telegrad.wire.tensor.tensors import Segment, TensorSpec, describe, rebuild, segment_bytes, segment_view
 
@@ -529,3 +530,13 @@ def test_writes_through_one_view_show_in_all(views: list[Tensor]) -> None:
             theirs[index] = 1
     for mine, theirs in zip(arrived, views, strict=True):
         assert raw(mine) == raw(theirs)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 7])
+def test_what_is_odd_about_tensors_on_a_gpu_is_not_remembered(kind: int) -> None:
+    before = on_device._form_that_came.cache_info().currsize
+    for last in (1, 2, 3):
+        spec = TensorSpec(kind, 0, (1,) * 100_000 + (last,), (), 0, 0, 0, "cuda:0")
+        with pytest.raises(ProtocolError):
+            rebuild([spec], [memoryview(bytearray(4 * last))])
+    assert on_device._form_that_came.cache_info().currsize == before

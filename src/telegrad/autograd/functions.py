@@ -116,9 +116,11 @@ class SendNode:
         """Its leaves, if the engine is not needed to give them their gradients; else none. No other thread may use its
         edges meanwhile, which it lets go of for a moment."""
         edges = self.edges
-        if not all(map(is_plain, edges)):
+        if not _is_grad_enabled() or _in_inference_mode() or not all(map(is_plain, edges)):
             return ()
         leaves = [edge.node.variable for edge in edges]  # type: ignore[attr-defined] # of a leaf
+        if len({*map(id, leaves)}) < len(leaves):
+            return ()
         self.edges = []
         unobserved = held_by_nobody(edges)
         self.edges = [*map(edge_of, leaves)]  # as long as the context lives: what is hooked to them later has to stay

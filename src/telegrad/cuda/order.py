@@ -282,9 +282,13 @@ _staying = contextlib.nullcontext()
 
 
 def staying_on(lane: Lane) -> contextlib.AbstractContextManager[None]:
-    """The same for code that is on the streams of this thread's lane, if it is on any: not for hooks and nodes, which
-    torch's engine may run on others."""
-    return _staying if _local.lane is lane else on(lane)
+    """The same for code that is likely to be on these streams already."""
+    if _local.lane is not lane:
+        return on(lane)
+    for device in _devices:
+        if lane.handles.get(device) != current_stream(device):
+            return on(lane)
+    return _staying
 
 
 # Past torch's objects for streams, which cost more than what is done with them here. These names exist only in a torch

@@ -237,9 +237,8 @@ def collect() -> None:
     try:
         while _kept and all(event.query() for event in _kept[0][0]):  # type: ignore[no-untyped-call]
             _kept.popleft()
-    except RuntimeError as error:  # of a GPU that has failed: nothing reads any more
-        log.debug("copies to the GPU failed: %s", error)
-        _kept.clear()
+    except RuntimeError as error:  # a GPU that has failed, or a graph that is being captured: it is asked again
+        log.debug("whether the GPU has read host memory is not known: %s", error)
     finally:
         _collecting.release()
 

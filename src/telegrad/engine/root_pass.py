@@ -173,7 +173,8 @@ class RootPass(Pass):
         one Send, see whether that takes the engine."""
         with self._lock:  # of those who hear
             graph = self._graph
-            if graph is not None and not graph.leaves and len(self._unheard) == 1:
+            self._unobserved = {}
+            if graph is not None and not graph.leaves and not self._at_leaves and len(self._unheard) == 1:
                 for key, send in self._unheard.items():
                     if isinstance(send, SendNode) and send.at_leaves and (leaves := send.unobserved_leaves()):
                         self._unobserved = {key: leaves}

@@ -118,6 +118,9 @@ class RecordedRootPass(Recorded, RootPass):
         super().__init__(service, context, pass_id, retain_graph, timeout)
         self.found: set[int] = set()  # the inputs elsewhere that have a gradient, by their position
 
+    def _look_at_leaves(self) -> None:
+        """Such a pass gives leaves nothing, or gradients that have a graph."""
+
     def _take_answer(self, slot: Slot) -> None:
         frame = slot.frame
         if frame is not None and type(frame.message) is PassDoneWithInputs:

@@ -149,7 +149,7 @@ class Receiver:
             connection.flush_within(LAZY)
 
     def _acknowledge_if_due(self, connection: Connection) -> None:
-        if self._owes:
+        if self._owes and not connection.closed:  # else it is owed on the next one
             self.acknowledge(connection)
 
     def acknowledge(self, connection: Connection, within: float = 0.0) -> None:

@@ -1,10 +1,10 @@
 """Memory that a receiver keeps ready: a tensor that comes is written straight to where it stays, by its sender.
 
 When a tensor has come, another of that size is expected. Memory for it is allocated by torch, on the stream that the
-last one came on, and granted to the peer with whatever is sent to it next. The peer's stream writes to it in place of a
-block of its own (`offers.py`), and the message names it. So a received tensor costs this process no work on the GPU,
-which has another process's work before it then: to change between two processes takes a GPU 140 us, whatever it is
-asked to do.
+last one came on, and granted to the peer right after something was sent to it, when nobody waits for that. The peer's
+stream writes to it in place of a block of its own (`offers.py`), and the message names it. So a received tensor costs
+this process no work on the GPU, which has another process's work before it then: to change between two processes takes
+a GPU 140 us, whatever it is asked to do.
 
 Granted memory belongs to the receiver. The peer may write to it once, at any moment until its message has come and the
 number is there, or until it has said that it will not: a grant that is reclaimed, or left over when the connection
@@ -94,7 +94,7 @@ class Landing:
         return prepared
 
     def prepare(self, device: int, forms: Sequence[Form]) -> None:
-        """Allocate memory of these forms, to be granted with the next message."""
+        """Allocate memory of these forms, to be granted by the next notice."""
         if self._closed or torch.is_inference_mode_enabled():
             return
         stream = order.current_stream(device)
@@ -193,6 +193,9 @@ class Landing:
         if grant is None:
             raise ProtocolError(f"the peer wrote to granted memory {number}, which is not granted to it")
         self._used.append((grant.device, grant.nbytes))
+        if self._closed:
+            with self._lock:
+                self._count_used()
         granted = Granted(self, grant)  # first: whatever comes of this, the memory is kept until it was written
         if segment.nbytes != grant.nbytes:
             raise ProtocolError(f"{segment.nbytes} bytes are said to be in {grant.nbytes} granted ones")

@@ -89,12 +89,16 @@ class Offers:
         with self._lock:
             taken: list[Offer] = []
             for key in keys:
-                found = self._by_key.get(key)
-                if not found or found[0].device != device or not found[0].flag.free.has_reached(found[0].use):
+                found = self._by_key.get(key, ())
+                for offer in found:  # the oldest first: what was at work in that memory before is most likely done
+                    if offer.device == device and offer.flag.free.has_reached(offer.use):
+                        break
+                else:
                     for offer in reversed(taken):
                         self._by_key[offer.key].insert(0, offer)
                     return ()
-                taken.append(found.pop(0))  # the oldest: what was at work in that memory before is done
+                found.remove(offer)
+                taken.append(offer)
             for offer in taken:
                 del self._unused[offer.place]
             return tuple(taken)

@@ -28,6 +28,8 @@ _REQUIRES_GRAD = int(Flag.REQUIRES_GRAD)
 _PARAMETER = int(Flag.PARAMETER)
 _SIMPLE_FLAGS = _REQUIRES_GRAD | _PARAMETER
 _MOST_STRIDE = 2**40  # no GPU has as much memory
+_MOST_DIMS = 64  # of a tensor, in torch
+_MOST_NAME = 16  # characters of a device
 
 
 class Form(NamedTuple):
@@ -98,23 +100,30 @@ class _Came(NamedTuple):
     nbytes: int
 
 
-@functools.lru_cache(maxsize=4096)
 def _came(spec: TensorSpec) -> _Came | None:
     """None for any other spec."""
     if (
-        not spec.device.startswith("cuda:")
-        or spec.kind
+        spec.kind
         or spec.offset
         or spec.parts
         or spec.scalars
         or not 0 <= spec.flags <= _SIMPLE_FLAGS
+        or len(spec.shape) > _MOST_DIMS
+        or len(spec.strides) > _MOST_DIMS
+        or not spec.device.startswith("cuda:")
+        or len(spec.device) > _MOST_NAME
     ):
         return None
-    dtype, nbytes = simple_form(spec.dtype, spec.shape)
-    if spec.strides and nbytes:
-        nbytes = _strided_bytes(spec.shape, spec.strides, dtype.itemsize)
-    device = device_of(spec.device)
-    return _Came(Form(dtype, spec.shape, spec.strides), device, nbytes) if nbytes and device is not None else None
+    return _form_that_came(spec.dtype, spec.shape, spec.strides, spec.device)
+
+
+@functools.lru_cache(maxsize=4096)  # of what a peer says, but little of that: `_came` has looked at it
+def _form_that_came(code: int, shape: tuple[int, ...], strides: tuple[int, ...], name: str) -> _Came | None:
+    dtype, nbytes = simple_form(code, shape)
+    if strides and nbytes:
+        nbytes = _strided_bytes(shape, strides, dtype.itemsize)
+    device = device_of(name)
+    return _Came(Form(dtype, shape, strides), device, nbytes) if nbytes and device is not None else None
 
 
 def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> list[Tensor] | None:
