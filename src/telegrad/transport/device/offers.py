@@ -89,7 +89,7 @@ class Offers:
         with self._lock:
             taken: list[Offer] = []
             for key in keys:
-                found = self._by_key.get(key, ())
+                found = self._by_key.get(key, [])
                 for offer in found:  # the oldest first: what was at work in that memory before is most likely done
                     if offer.device == device and offer.flag.free.has_reached(offer.use):
                         break
