@@ -109,8 +109,9 @@ def test_a_step_is_recorded_as_it_was_executed(tmp_path: Path):
     assert {workers[e["pid"]] for e in slices(timeline, "backward") if "region" in e["name"]} == set(job.names)
     assert any("worker2" in e["args"]["what"] for e in slices(timeline, "wait"))
     assert [(workers[e["pid"]], e["name"]) for e in slices(timeline, "optimizer")] == [("worker3", "SGD.step")]
+    # Those of the root at least: others are answered lazily, on a busy machine perhaps after the end of the recording.
     gradients = {e["id"] for e in timeline["traceEvents"] if e["ph"] == "s" and e["cat"] == "gradient"}
-    assert len(gradients) >= 4
+    assert len(gradients) >= 3
     assert all(clock["error_us"] < 2_000_000 for clock in timeline["otherData"]["clocks"].values())
 
 
