@@ -22,7 +22,6 @@ _ENCODERS = (
     (connection, "encode_whole"),
     (connection, "encode_prefix"),
     (outgoing, "encode_whole"),
-    (outgoing, "encode_prefix"),
     (answers, "encode_whole"),
     (link, "encode_whole"),
 )

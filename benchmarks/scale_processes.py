@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -44,16 +45,16 @@ def run(workers: int) -> dict[str, list[float]]:
         processes.append(process)
     rows: dict[str, list[float]] = {}
 
-    def event(name: str, order: str, ranks: range) -> None:
+    def event(name: str, order: str, ranks: range, times: int = 1) -> None:
         before, begun = counts.total(), time.perf_counter()
         for rank in ranks:
-            pipes[rank].send(order)
+            pipes[rank].send((order, times))
         seconds = max(_gather([pipes[rank] for rank in ranks]).values())
         if order == "join":
             seconds = time.perf_counter() - begun
         time.sleep(0.1)
         if name:
-            rows[name] = [after - b for b, after in zip(before, counts.total(), strict=True)] + [seconds]
+            rows[name] = [(after - b) // times for b, after in zip(before, counts.total(), strict=True)] + [seconds]
 
     everyone, root = range(workers), range(1)
     try:
@@ -62,6 +63,7 @@ def run(workers: int) -> dict[str, list[float]]:
         event("first call from one to all", "call", root)
         event("", "step", root)
         event("a pass over all: forward, backward, end", "step", root)
+        event("the same, the median of twenty that follow", "step", root, times=20)
         event("a barrier of all", "barrier", everyone)
         event(f"calls of {_WAITS} s to all, with heartbeats each second", "long", root)
         event("2 s of idling", "idle", root)
@@ -145,10 +147,14 @@ def _worker(rank: int, workers: int, addresses: list[str], counts: Counts, order
         "leave": lambda: rpc.shutdown(timeout=_DEADLINE),
     }
     while True:
-        order = known[orders.recv()]
-        begun = time.perf_counter()
+        name, times = orders.recv()
         try:
-            order()
-            orders.send(time.perf_counter() - begun)
+            orders.send(statistics.median([_seconds(known[name]) for _ in range(times)]))
         except Exception as error:
             orders.send(f"worker{rank}: {error!r}")
+
+
+def _seconds(order: Callable[[], None]) -> float:
+    begun = time.perf_counter()
+    order()
+    return time.perf_counter() - begun

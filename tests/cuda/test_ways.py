@@ -39,10 +39,10 @@ def ready(pair: Cluster) -> None:
 def ways_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes which way each message of this worker goes."""
     ways: list[str] = []
-    for name in ("_leave", "_write", "_copy"):
+    for name in ("_leave", "_leave_one", "_write", "_write_one", "_copy"):
         way = getattr(channels.DeviceChannel, name)
 
-        def noted(*args: object, way: object = way, name: str = name) -> object:
+        def noted(*args: object, way: object = way, name: str = name.removesuffix("_one")) -> object:
             result = way(*args)  # type: ignore[operator] # a method
             if result is not None:
                 ways.append(name)

@@ -82,7 +82,7 @@ def test_idle_memory_is_freed_once_the_peer_has_closed_it(lender: DeviceLender, 
     block = lender.take(0, SLAB)
     peer = borrower_of(block)
     lender.trim(time.monotonic() + 1)
-    assert not lender.has_retired  # it is lent
+    assert not lender.untold  # it is lent
     peer.borrow(block.name)  # and let go of at once
     lender.trim(time.monotonic() + 1)
     numbers = lender.retired()

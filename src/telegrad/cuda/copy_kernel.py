@@ -17,6 +17,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
 
 import torch
 
@@ -43,6 +44,8 @@ def _arguments(count: int) -> struct.Struct:
     return struct.Struct(_HEAD.format + _PIECE.format[1:] * count)
 
 
+_ONE = _arguments(1)
+
 Piece = tuple[int, int, int]  # memory to be copied: from where, to where, how many bytes, as the GPU sees it
 
 
@@ -67,6 +70,17 @@ def copy_and_tell(device: int, stream: int, pieces: Sequence[Piece], number: int
     kernel.launch(stream, pieces, number, value, counter)
 
 
+def copy_one_and_tell(
+    device: int, stream: int, source: int, target: int, nbytes: int, number: int, value: int, counter: int
+) -> None:
+    """The same for one piece: most messages have one tensor."""
+    kernel = _kernels.get(device) if counter else None
+    if kernel is None or (nbytes > _SLOW_FROM and (nbytes > _LARGE or (source | target) % 16)):
+        copy_and_tell(device, stream, ((source, target, nbytes),), number, value, 0)
+    else:
+        kernel.launch_one(stream, (number, counter, value & 0xFFFFFFFF, 1, source, target, nbytes), nbytes)
+
+
 class _Kernel:
     """The kernel as it was loaded for one GPU."""
 
@@ -89,12 +103,21 @@ class _Kernel:
             total += piece[2]
         count = len(pieces)
         _arguments(count).pack_into(argument.memory, 0, number, counter, value & 0xFFFFFFFF, count, *numbers)
+        self._begin(stream, argument.parameters, total)
+
+    def launch_one(self, stream: int, work: tuple[int, ...], nbytes: int) -> None:
+        """The same for one piece of so many bytes; `work` is all of what the kernel takes."""
+        argument = self._local.argument
+        _ONE.pack_into(argument.memory, 0, *work)
+        self._begin(stream, argument.parameters, nbytes)
+
+    def _begin(self, stream: int, parameters: Any, total: int) -> None:
         blocks = min(-(-total // _BYTES_OF_BLOCK) or 1, self._most_blocks)
         if torch._C._cuda_getDevice() == self._device:
-            self._runtime.launch(self._function, blocks, THREADS, stream, argument.parameters)
+            self._runtime.launch(self._function, blocks, THREADS, stream, parameters)
         else:
             with torch.cuda.device(self._device):
-                self._runtime.launch(self._function, blocks, THREADS, stream, argument.parameters)
+                self._runtime.launch(self._function, blocks, THREADS, stream, parameters)
 
 
 class _Local(threading.local):

@@ -37,6 +37,8 @@ _free: list[Lane] = []  # the last one used is taken first: its own work needs n
 class _Local(threading.local):
     lane: Lane | None = None  # the one this thread is on
 
+    default: Lane | None = None  # see `default_lane`
+
     def __init__(self) -> None:
         self.events: dict[int, torch.cuda.Event] = {}  # by device; see `_wait`
 
@@ -78,10 +80,6 @@ class Lane:
         """Have this one on its device."""
         self._streams[stream.device_index] = stream
         self.handles[stream.device_index] = stream.cuda_stream
-
-    def take_streams_of(self, other: Lane) -> None:
-        """Have those of a lane that is not changed any more."""
-        self._streams, self.handles, self._raw = other._streams, other.handles, other.raw()
 
     def streams(self) -> list[torch.cuda.Stream]:
         """Those on all devices in use."""
@@ -188,21 +186,16 @@ def current_lane() -> Lane | None:
 
 def is_on_default() -> bool:
     """Whether this thread's current streams are the default ones."""
-    return _local.lane is None and not any(current_stream(device) for device in _devices)
+    return _local.lane is None and not any(map(current_stream, _devices))
 
 
 def default_lane() -> Lane:
-    """The default streams as a lane, which is nobody's own and that all others follow."""
-    lane = Lane()
-    lane.take_streams_of(_default_lane(tuple(_devices)))
-    return lane
-
-
-@functools.cache
-def _default_lane(devices: tuple[int, ...]) -> Lane:
-    lane = Lane()
-    for device in devices:
-        lane.put(_default_stream(device))
+    """The default streams as a lane of this thread's, which all others follow."""
+    lane = _local.default
+    if lane is None or len(lane.handles) < len(_devices):
+        lane = _local.default = Lane()
+        for device in _devices:
+            lane.put(_default_stream(device))
     return lane
 
 
@@ -268,13 +261,15 @@ class on:  # noqa: N801 - used like a function; a class, because each request en
         lane = self._lane
         streams = lane.raw()
         self._outer, _local.lane = _local.lane, lane
-        self._before = [_current(device) for _, device, _ in streams]
+        current = torch._C._cuda_getCurrentStream
+        self._before = [current(device) for _, device, _ in streams]
         if self._before != streams:  # a pass that begins within a request is on its lane
             _set_current(streams)
 
     def __exit__(self, *_: object) -> None:
         _local.lane = self._outer
-        if self._before != [_current(device) for _, device, _ in self._before]:
+        current = torch._C._cuda_getCurrentStream
+        if self._before != [current(device) for _, device, _ in self._before]:
             _set_current(self._before)
 
 
@@ -294,10 +289,6 @@ def staying_on(lane: Lane) -> contextlib.AbstractContextManager[None]:
 # Past torch's objects for streams, which cost more than what is done with them here. These names exist only in a torch
 # that was built for CUDA.
 _Raw: TypeAlias = tuple[int, int, int]  # a stream's id, its device, the kind of device
-
-
-def _current(device: int) -> _Raw:
-    return torch._C._cuda_getCurrentStream(device)
 
 
 def current_stream(device: int) -> int:

@@ -63,6 +63,8 @@ class Placement:
             if small is not None:
                 return small
         specs, memory = found or describe(tensors)
+        if len(specs) == 1 and self._table(peer, reply).get(specs[0].device) == specs[0].device:
+            return specs, memory  # as usual: to a GPU that has the same number there
         return self.place(peer, specs, reply), memory
 
     def place(self, peer: Member, specs: Sequence[TensorSpec], reply: bool = False) -> Sequence[TensorSpec]:

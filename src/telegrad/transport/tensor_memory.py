@@ -23,6 +23,7 @@ from telegrad.transport.device.blocks import budget
 from telegrad.transport.device.channel import DEVICE_NOTICES, DeviceChannel, is_granted, is_of_device
 from telegrad.transport.device.flags import Page
 from telegrad.transport.device.in_place import InPlace
+from telegrad.transport.device.offers import FIRST_GRANT
 from telegrad.transport.stream import Stream, is_running
 from telegrad.wire.block_notices import ReleaseBlocks, RetireBlocks
 from telegrad.wire.frames import INLINE, Frame, SegmentSpec, align, returned
@@ -85,6 +86,11 @@ class TensorMemory:
     ) -> Placed:
         """Put the memory of a message where the peer will find it; `in_place` as in `DeviceChannel.lend`."""
         if order.active and segments and (segments[0].device != HOST or any(s.device != HOST for s in segments)):
+            devices = self.devices
+            if devices is not None and len(segments) == len(tensors) == 1:
+                found = devices.lend_one(tensors[0], segments[0], in_place)
+                if found is not None:
+                    return Placed((found,), [], 0, True)
             return self._place_with_devices(tensors, segments, in_place)
         total = sum(s.nbytes for s in segments)
         if total >= SHARE_FROM and self._sharing and self.lender is not None and self.lender.lent_bytes < LEND_LIMIT:
@@ -217,6 +223,10 @@ class TensorMemory:
 
     def find(self, frame: Frame) -> None:
         """Find the memory of a message that came."""
+        if len(frame.segments) == 1 and (only := frame.segments[0]).block >= FIRST_GRANT and self.devices is not None:
+            frame.buffers = (self.devices.landing.arrive(only),)
+            frame.is_large = only.nbytes >= SHARE_FROM
+            return
         borrowed: dict[int, Any] = {}
         buffers: list[Any] = []
         inline: memoryview | None = None

@@ -201,10 +201,12 @@ class Session(Answers):
                 self._before(request)
             if served is None:
                 raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(message).__name__}")
-            handler, _, counts_as_work = served
+            handler, deferrable, counts_as_work = served
             if counts_as_work:
                 self._runtime.calls_served += 1
-                if order.active:
+                # What frees memory asks nothing of the GPU. A lane for it would be the last one used, and the next
+                # request of this caller would not be on the one where it has worked before.
+                if order.active and not deferrable:
                     reads.run_on_lane(handler, request, request.frame.arrived)
                     return
             handler(request)

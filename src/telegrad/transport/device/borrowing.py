@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from telegrad.cuda import order, reads
-from telegrad.cuda.copy_kernel import copy_and_tell, give_back_counter, take_counter
+from telegrad.cuda.copy_kernel import copy_and_tell, copy_one_and_tell, give_back_counter, take_counter
 from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
@@ -240,8 +240,13 @@ class Loan:
             self._begin_in_place(block)
         elif not self._borrower.patience.sees(block.flag.written, block.uses):
             runtime().wait_value(stream, block.flag.written.on_device, block.uses)
-        pieces = [(block.address + s.offset, at, s.nbytes) for s, at in zip(segments, targets, strict=True)]
-        copy_and_tell(block.device, stream, pieces, block.flag.read.on_device, block.uses, block.counter)
+        number, use, counter = block.flag.read.on_device, block.uses, block.counter
+        if len(segments) == 1:
+            source = block.address + segments[0].offset
+            copy_one_and_tell(block.device, stream, source, targets[0], segments[0].nbytes, number, use, counter)
+        else:
+            pieces = [(block.address + s.offset, at, s.nbytes) for s, at in zip(segments, targets, strict=True)]
+            copy_and_tell(block.device, stream, pieces, number, use, counter)
         self._told = True
         if self._in_place:
             reads.reading(block.flag.read, block.uses)

@@ -19,7 +19,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from telegrad.cuda import order
-from telegrad.cuda.copy_kernel import copy_and_tell
+from telegrad.cuda.copy_kernel import copy_and_tell, copy_one_and_tell
 from telegrad.cuda.gpus import gpu_id
 from telegrad.cuda.runtime import CudaError, runtime
 from telegrad.errors import SerializationError
@@ -154,6 +154,18 @@ class DeviceChannel:
                     placed[index] = at
         return placed
 
+    def lend_one(self, spec: TensorSpec, segment: Segment, in_place: list[InPlace] | None) -> SegmentSpec | None:
+        """The same for the only tensor of a message, which nearly all have, and with the fewest steps. None if it
+        goes through a block, or it is not known yet which way it can go: `lend` is to be asked then."""
+        device = segment.device
+        if self._peer.get(device) is not _CAN_OPEN or not spec.device.startswith("cuda"):
+            return None
+        stream = order.current_stream(device)
+        if in_place is not None and (found := self._leave_one(device, stream, segment, in_place)) is not None:
+            return found
+        offer = self.offers.take_one(device, (spec.device, segment.nbytes))
+        return None if offer is None else self._write_one(stream, segment, offer)
+
     def _lend_all(
         self,
         device: int,
@@ -199,6 +211,33 @@ class DeviceChannel:
         copy_and_tell(lying.device, lying.stream, pieces, first.flag.written.on_device, first.use, first.counter)
         self.offers.written(offers)
         return placed
+
+    def _write_one(self, stream: int, segment: Segment, offer: Offer) -> SegmentSpec:
+        number = offer.flag.written.on_device
+        address, nbytes = segment.address, segment.nbytes
+        copy_one_and_tell(offer.device, stream, address, offer.address, nbytes, number, offer.use, offer.counter)
+        self.offers.written((offer,))
+        return offer.segment
+
+    def _leave_one(self, device: int, stream: int, segment: Segment, in_place: list[InPlace]) -> SegmentSpec | None:
+        """Where it lies; None if it cannot stay there."""
+        if not self._regions_open or not runtime().is_idle(stream):
+            return None
+        address, nbytes = segment.address, segment.nbytes
+        try:
+            region = regions.of(address)
+            if region is None or address + nbytes > region.start + region.size:
+                return None
+            block = self.lender.take_read(device)
+        except (CudaError, NoRoom):
+            return None
+        if block is None:
+            return None
+        if not block.announced:
+            self._announce(block, ask=False)
+        self.shown.show(region, device, block.flag.read, block.uses)
+        in_place.append(InPlace(block, (segment.owner,)))
+        return SegmentSpec(nbytes, block.name, region.number << PLACE_BITS | address - region.start)
 
     def _leave(self, lying: _Lying, in_place: list[InPlace]) -> list[SegmentSpec] | None:
         """Where they lie; None if they cannot stay there."""
@@ -361,7 +400,7 @@ class DeviceChannel:
     @property
     def has_news(self) -> bool:
         """Whether the peer should be told something."""
-        return bool(self.borrower.closed) or self.lender.has_retired or self.landing.has_news
+        return bool(self.borrower.closed or self.lender.untold or self.landing.has_news)
 
     def news(self) -> list[AnyMessage]:
         """What to tell it; each is told once."""
@@ -372,7 +411,7 @@ class DeviceChannel:
             except IndexError:  # another thread took the last one
                 break
         messages: list[AnyMessage] = [DeviceBlocksClosed(tuple(numbers))] if numbers else []
-        if self.lender.has_retired:
+        if self.lender.untold:
             messages.append(RetireDeviceBlocks(self.lender.retired()))
         if self.landing.has_news:
             grants = self.landing.grants(self.shown.show)

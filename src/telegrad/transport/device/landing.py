@@ -73,7 +73,7 @@ class Landing:
         Small memory is allocated when the thread has sent what it has to send next, and has time for it."""
         if not self._possible or self._closed or len(forms) > MOST_TENSORS:
             return
-        if len(self.expected) < _MOST_EXPECTED and all(_nbytes(form) <= _LARGE for form in forms):
+        if len(self.expected) < _MOST_EXPECTED and max(map(_nbytes, forms)) <= _LARGE:
             self.expected.append((order.current_stream(device), device, forms))
         else:
             self.prepare(device, forms)

@@ -29,8 +29,9 @@ class DeviceLender:
         self._lock = threading.Lock()
         self._idle: dict[tuple[int, int], list[DeviceBlock]] = {}  # by device and size
         self._lent: dict[tuple[int, int], deque[DeviceBlock]] = {}  # the same, the oldest first
+        self._reading: dict[int, DeviceBlock] = {}  # by device: what `take_read` gave last, neither idle nor lent
         self._slabs: set[Slab] = set()
-        self._retired: list[int] = []  # to be told to the peer
+        self.untold: list[int] = []  # those that were retired: the peer is to close them
         self._closing: dict[int, DeviceBlock] = {}  # told, and not yet closed by the peer
         self._next = FIRST_NUMBER
         self._closed = False
@@ -50,17 +51,30 @@ class DeviceLender:
 
     def take_read(self, device: int) -> DeviceBlock | None:
         """The smallest block, lent for its numbers alone: one that nothing is to be read from any more. Raises
-        NoRoom."""
-        key = device, block_size(1)
+        NoRoom. Usually the one that was taken last, and has been read since."""
         with self._lock:
             if self._closed:
                 raise NoRoom("the connection is closed")
-            if lent := self._lent.get(key):
-                self._look(key, lent, _LOOK_AT)
-            idle = self._idle.get(key) or self._create(*key)
-            for place in range(len(idle) - 1, -1, -1):
-                if idle[place].flag.read.has_reached(idle[place].uses):
-                    return self._lend(key, idle.pop(place))
+            block = self._reading.get(device)
+            if block is None or not (block.flag.read.has_reached(block.uses) and _is_let_go(block)):
+                block = self._another_to_read((device, block_size(1)))
+            if block is not None:
+                block.uses += 1
+                block.used_at = time.monotonic()
+            return block
+
+    def _another_to_read(self, key: tuple[int, int]) -> DeviceBlock | None:
+        """Under the lock: a block in the place of the one that is still being read."""
+        device = key[0]
+        lent = self._lent.setdefault(key, deque())
+        if device in self._reading:
+            lent.append(self._reading.pop(device))
+        self._look(key, lent, _LOOK_AT)
+        idle = self._idle.get(key) or self._create(*key)
+        for place in range(len(idle) - 1, -1, -1):
+            if idle[place].flag.read.has_reached(idle[place].uses):
+                self._reading[device] = idle.pop(place)
+                return self._reading[device]
         return None
 
     def _lend(self, key: tuple[int, int], block: DeviceBlock) -> DeviceBlock:
@@ -77,9 +91,7 @@ class DeviceLender:
         idle = self._idle.setdefault(key, [])
         for _ in range(min(most, len(lent))):
             block = lent.popleft()
-            if not block.flag.let_go.has_reached(block.uses) or (
-                block.kept and not block.flag.read.has_reached(block.uses)
-            ):
+            if not _is_let_go(block):
                 lent.append(block)
                 continue
             block.kept = ()
@@ -107,6 +119,11 @@ class DeviceLender:
         """Retire the slabs that have not been used since `before` on the monotonic clock."""
         freed = []
         with self._lock:
+            for device, block in [*self._reading.items()]:
+                if _is_let_go(block):
+                    block.kept = ()
+                if block.used_at < before:
+                    self._lent.setdefault((device, block_size(1)), deque()).append(self._reading.pop(device))
             for key, lent in self._lent.items():
                 self._look(key, lent, len(lent))
             for slab in list(self._slabs):
@@ -121,7 +138,7 @@ class DeviceLender:
                     freed.append(slab)
                 for block in known:
                     self._closing[block.number] = block
-                    self._retired.append(block.number)
+                    self.untold.append(block.number)
         for slab in freed:
             slab.free()
 
@@ -146,21 +163,16 @@ class DeviceLender:
         """Whether there is a block at all."""
         return bool(self._slabs)
 
-    @property
-    def has_retired(self) -> bool:
-        """Whether the peer should be told something."""
-        return bool(self._retired)
-
     def retired(self) -> tuple[int, ...]:
         """Blocks the peer should be told to close; each is named once."""
         with self._lock:
-            numbers, self._retired = tuple(self._retired), []
+            numbers, self.untold = tuple(self.untold), []
         return numbers
 
     def lent(self) -> tuple[int, int]:
         """How many blocks the peer has not let go of, and their bytes."""
         with self._lock:
-            blocks = [block for lent in self._lent.values() for block in lent]
+            blocks = [*self._reading.values(), *[block for lent in self._lent.values() for block in lent]]
         sizes = [block.size for block in blocks if not block.flag.let_go.has_reached(block.uses)]
         return len(sizes), sum(sizes)
 
@@ -172,6 +184,7 @@ class DeviceLender:
             keep_promises([Promise(block.flag.read, block.uses) for block in blocks], peer_is_gone)
             kept = [(block.flag.read, block.uses, block.kept) for block in blocks if block.kept]
             self._lent.clear()
+            self._reading.clear()
             self._idle.clear()
             self._closing.clear()
             self._closed = True
@@ -179,3 +192,9 @@ class DeviceLender:
             close_later(lambda: all(number.has_reached(use) for number, use, _ in kept))
         if slabs:
             free_later(slabs)
+
+
+def _is_let_go(block: DeviceBlock) -> bool:
+    """Whether the peer needs its memory, or what it keeps, no more."""
+    flag, use = block.flag, block.uses
+    return flag.let_go.has_reached(use) and (not block.kept or flag.read.has_reached(use))

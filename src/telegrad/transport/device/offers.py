@@ -28,7 +28,7 @@ _MOST_OFFERS = 4096
 class Offer:
     """Memory of the peer for one tensor."""
 
-    __slots__ = ("address", "counter", "device", "flag", "key", "opened", "place", "segment", "use")
+    __slots__ = ("address", "counter", "device", "flag", "free", "key", "opened", "place", "segment", "use")
 
     def __init__(self, place: GrantedPlace, flag: Flag, opened: Opened) -> None:
         """What a message that uses it needs is made here, when nobody waits for it."""
@@ -37,6 +37,7 @@ class Offer:
         self.place = place.place
         self.use = place.use
         self.flag = flag
+        self.free = flag.free
         self.key = place.device, place.nbytes
         self.opened = opened.use()
         flag.read.set(place.use)  # heard of: from now on the peer waits for it to be written or to go back
@@ -83,6 +84,17 @@ class Offers:
             self._unused[offer.place] = offer
             self._by_key.setdefault(offer.key, []).append(offer)
 
+    def take_one(self, device: int, key: tuple[str, int]) -> Offer | None:
+        """A place for the only tensor of a message, to be written to by a stream of `device`; None unless one is
+        free."""
+        with self._lock:
+            for offer in self._by_key.get(key, ()):  # as in `take`
+                if offer.device == device and offer.free.has_reached(offer.use):
+                    self._by_key[key].remove(offer)
+                    del self._unused[offer.place]
+                    return offer
+        return None
+
     def take(self, device: int, keys: Sequence[tuple[str, int]]) -> tuple[Offer, ...]:
         """A place for each, to be written to by a stream of `device`; none unless there is one for each, which is
         free."""
@@ -91,7 +103,7 @@ class Offers:
             for key in keys:
                 found = self._by_key.get(key, [])
                 for offer in found:  # the oldest first: what was at work in that memory before is most likely done
-                    if offer.device == device and offer.flag.free.has_reached(offer.use):
+                    if offer.device == device and offer.free.has_reached(offer.use):
                         break
                 else:
                     for offer in reversed(taken):

@@ -166,7 +166,9 @@ class ShownRegions:
                 shown = self._shown[region.number] = _Shown()
             shown.used_at = time.monotonic()
             if read is not None:
-                if shown.reads:
+                if shown.reads and shown.reads[-1][0] is read:  # a later use of the same block
+                    shown.reads.pop()
+                elif shown.reads:
                     shown.reads = [one for one in shown.reads if not one[0].has_reached(one[1])]
                 shown.reads.append((read, use))
 

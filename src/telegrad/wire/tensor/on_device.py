@@ -30,6 +30,7 @@ _SIMPLE_FLAGS = _REQUIRES_GRAD | _PARAMETER
 _MOST_STRIDE = 2**40  # no GPU has as much memory
 _MOST_DIMS = 64  # of a tensor, in torch
 _MOST_NAME = 16  # characters of a device
+_MOST_KNOWN = 256
 
 
 class Form(NamedTuple):
@@ -100,8 +101,20 @@ class _Came(NamedTuple):
     nbytes: int
 
 
+_known: dict[TensorSpec, _Came] = {}  # what peers have said before, and it was looked at then: few, and small
+
+
 def _came(spec: TensorSpec) -> _Came | None:
     """None for any other spec."""
+    found = _known.get(spec)
+    if found is None and (found := _looked_at(spec)) is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[spec] = found
+    return found
+
+
+def _looked_at(spec: TensorSpec) -> _Came | None:
     if (
         spec.kind
         or spec.offset
@@ -114,16 +127,11 @@ def _came(spec: TensorSpec) -> _Came | None:
         or len(spec.device) > _MOST_NAME
     ):
         return None
-    return _form_that_came(spec.dtype, spec.shape, spec.strides, spec.device)
-
-
-@functools.lru_cache(maxsize=4096)  # of what a peer says, but little of that: `_came` has looked at it
-def _form_that_came(code: int, shape: tuple[int, ...], strides: tuple[int, ...], name: str) -> _Came | None:
-    dtype, nbytes = simple_form(code, shape)
-    if strides and nbytes:
-        nbytes = _strided_bytes(shape, strides, dtype.itemsize)
-    device = device_of(name)
-    return _Came(Form(dtype, shape, strides), device, nbytes) if nbytes and device is not None else None
+    dtype, nbytes = simple_form(spec.dtype, spec.shape)
+    if spec.strides and nbytes:
+        nbytes = _strided_bytes(spec.shape, spec.strides, dtype.itemsize)
+    device = device_of(spec.device)
+    return _Came(Form(dtype, spec.shape, spec.strides), device, nbytes) if nbytes and device is not None else None
 
 
 def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> list[Tensor] | None:
