@@ -21,7 +21,7 @@ from telegrad.rpc.job.debug_waits import waits_of
 from telegrad.transport.blocks.mapping import Mapping
 from telegrad.transport.device import blocks, leftovers, regions
 from telegrad.transport.device.borrowing import DeviceBorrower
-from telegrad.transport.device.channel import DeviceChannel, is_granted
+from telegrad.transport.device.channel import DeviceChannel
 from telegrad.transport.device.flags import Flags, Page
 from telegrad.transport.device.grants import Granted
 from telegrad.transport.device.in_place import InPlace
@@ -115,7 +115,7 @@ def test_a_tensor_is_written_to_where_it_stays(ends: Ends, cuda: Noted) -> None:
     specs, segments = sent(cuda)
     cuda.calls.clear()
     (place,) = lend(ends.there, specs, segments)
-    assert place is not None and is_granted(place.block)
+    assert place is not None and place.block >= FIRST_GRANT
     (copied, written) = cuda.calls
     assert copied[0] == "copy" and copied[2:4] == (segments[0].address, 100)
     granted = ends.here.landing.arrive(place)
@@ -161,11 +161,11 @@ def test_without_a_place_for_each_it_goes_through_a_block(ends: Ends, cuda: Note
     grant(ends)
     specs, segments = sent(cuda, 104)
     (place,) = lend(ends.there, specs, segments)
-    assert place is not None and not is_granted(place.block)
+    assert place is not None and place.block < FIRST_GRANT
     assert len(ends.there.offers._unused) == 1
     specs, segments = sent(cuda, 100, "cuda:1")  # the peer's other GPU
     (place,) = lend(ends.there, specs, segments)
-    assert place is not None and not is_granted(place.block)
+    assert place is not None and place.block < FIRST_GRANT
 
 
 def test_memory_in_use_on_its_stream_is_not_written_to_before_it_is_free(ends: Ends, cuda: Noted) -> None:
@@ -178,10 +178,10 @@ def test_memory_in_use_on_its_stream_is_not_written_to_before_it_is_free(ends: E
     assert not ends.there.offers.take(0, [offer.key])
     specs, segments = sent(cuda)
     (place,) = lend(ends.there, specs, segments)
-    assert place is not None and not is_granted(place.block)
+    assert place is not None and place.block < FIRST_GRANT
     offer.flag.free.set(offer.use)
     (place,) = lend(ends.there, specs, segments)
-    assert place is not None and is_granted(place.block)
+    assert place is not None and place.block >= FIRST_GRANT
 
 
 def test_of_several_places_the_oldest_is_taken(ends: Ends) -> None:

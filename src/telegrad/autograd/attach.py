@@ -22,11 +22,13 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.functions import RecvNode, SendNode, attach_recv
 from telegrad.autograd.outside import leave_behind, without_grad
 from telegrad.autograd.registry import Registry, current, within
+from telegrad.autograd.walking import walk_ahead
 from telegrad.errors import AutogradError, ProtocolError
 from telegrad.ids import MAX_WORKER_ID, MessageId, WorkerId, worker_of
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.layer import OnReply, Served
 from telegrad.rpc.request import Request
+from telegrad.rpc.threads.yield_turn import local
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
     AnyMessage,
@@ -218,6 +220,10 @@ def serve_recorded(registry: Registry, request: Request) -> None:
     request.on_reply = partial(_record_reply, registry, context, caller)
     request.scope = partial(within, context)
     request.session.serve_inner(request)
+    answered, turn = context.answered, local.turn
+    if answered is not None and turn is not None and not turn.owes:  # it has left, and no request waits behind it
+        context.answered = None
+        walk_ahead(context, answered)
 
 
 def _record_reply(
@@ -226,7 +232,8 @@ def _record_reply(
     """The reply of a recorded call goes out: wrapped."""
     if context.ended:
         raise AutogradError(f"context {context.context_id} ended before a call in it had returned")
-    metadata = AutogradMetadata(context.context_id, _record_send(registry, context, caller, tensors))
+    message_id = context.answered = _record_send(registry, context, caller, tensors)
+    metadata = AutogradMetadata(context.context_id, message_id)
     others = context.participants
     named = tuple(others) if len(others) > 1 else ()
     return RpcWithAutogradReply(metadata, reply, named)  # type: ignore[arg-type] # the reply of a call

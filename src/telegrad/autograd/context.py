@@ -54,6 +54,8 @@ class Context(msgspec.Struct, eq=False, weakref=True):
     strict: bool = False  # see `autograd.context`
     latest: Any = None  # the part of this worker in the latest pass over it; set by the engine
     profile: Any = None  # runs what passes do here, while a root profiles them
+    answered: MessageId | None = None  # the Send of the reply that left last
+    ahead: Any = None  # a Send and what lies behind it, if that was looked at before a pass came (`walking.py`)
     newest_pass: dict[WorkerId, PassId] = {}  # by its root: what comes about an older one comes too late
     lock: Any = msgspec.field(default_factory=threading.Lock)
     _late: Late | None = None
@@ -88,6 +90,11 @@ class Context(msgspec.Struct, eq=False, weakref=True):
             raise ContextFailed(text, worker=lost.worker, incarnation=lost.incarnation)
         if self.ended:
             raise AutogradError(f"context {self.context_id} has ended")
+
+    def walked_from(self, message_id: MessageId) -> Any:
+        """What was found ahead behind this Send, taken out; None if it is another's."""
+        (walked_from, walked), self.ahead = self.ahead, None
+        return walked if walked_from == message_id else None
 
     # --- what calls record ---
 
@@ -183,7 +190,7 @@ class Context(msgspec.Struct, eq=False, weakref=True):
         goes with the context."""
         self.ended, self.usable = True, False
         self.sends, self.recvs, self.orphans, self.gradients = {}, {}, {}, {}
-        self._late = None
+        self._late = self.ahead = None
         latest, self.latest = self.latest, None
         if latest is not None and not latest.finished:
             latest.fail(AutogradError(f"context {self.context_id} ended while a backward pass over it was running"))

@@ -84,5 +84,6 @@ class RootPassOnLane(PassOnLane, RootPass):
 
     def wait(self) -> None:
         """Return when all are done; what follows in this thread finds the gradients."""
-        super().wait()
+        with order.on(self.lane):  # now, while the others work, and not when an answer is there
+            super().wait()
         order.join()

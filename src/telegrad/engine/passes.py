@@ -132,7 +132,8 @@ class Pass(LocalPass[MessageId]):
             if context.profile is not None:
                 context.profile.run(partial(self._start, heard, sends, found.recvs))
             elif heard is not None:
-                self.start_heard(*heard, sends, found.recvs)
+                walked = None if context.ahead is None else context.walked_from(heard[0])
+                self.start_heard(*heard, sends, found.recvs, walked)
             else:
                 self.start(sends, found.recvs)
             if self.to_invite:

@@ -19,8 +19,8 @@ from telegrad.cuda.upload import LEAST, Upload, Wanted, begin, collect
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.copying import Copier
 from telegrad.transport.blocks.lending import Borrower, Lender
-from telegrad.transport.device.blocks import budget
-from telegrad.transport.device.channel import DEVICE_NOTICES, DeviceChannel, is_granted, is_of_device
+from telegrad.transport.device.blocks import FIRST_NAME, budget
+from telegrad.transport.device.channel import DEVICE_NOTICES, DeviceChannel
 from telegrad.transport.device.flags import Page
 from telegrad.transport.device.in_place import InPlace
 from telegrad.transport.device.offers import FIRST_GRANT
@@ -223,15 +223,15 @@ class TensorMemory:
 
     def find(self, frame: Frame) -> None:
         """Find the memory of a message that came."""
-        if len(frame.segments) == 1 and (only := frame.segments[0]).block >= FIRST_GRANT and self.devices is not None:
-            frame.buffers = (self.devices.landing.arrive(only),)
+        if len(frame.segments) == 1 and (only := frame.segments[0]).block >= FIRST_NAME:
+            frame.buffers = (self._find_on_device(only, {}),)
             frame.is_large = only.nbytes >= SHARE_FROM
             return
         borrowed: dict[int, Any] = {}
         buffers: list[Any] = []
         inline: memoryview | None = None
         for segment in frame.segments:
-            if is_of_device(segment.block):
+            if segment.block >= FIRST_NAME:
                 buffers.append(self._find_on_device(segment, borrowed))
                 if segment.nbytes >= SHARE_FROM:  # on the GPU there are small ones, too
                     frame.is_large = True
@@ -261,7 +261,7 @@ class TensorMemory:
         if segment.nbytes < 0 or segment.offset < 0:
             raise ProtocolError(f"a segment of {segment.nbytes} bytes at {segment.offset} of device memory")
         channel = self.devices or self._device_channel()
-        if is_granted(segment.block):
+        if segment.block >= FIRST_GRANT:
             return channel.landing.arrive(segment)
         loan = loans.get(segment.block)
         if loan is None:

@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients, RecvNode, Taker
+from telegrad.autograd.walking import Walked
 from telegrad.engine.higher.graph import RecordedGraph
 from telegrad.engine.local.graph import Entered, Graph
 from telegrad.engine.local.local_pass import Sends, Taken
@@ -63,6 +64,7 @@ class Recorded(Pass):
         gradients: list[Tensor | None] | None,
         sends: dict[MessageId, Entered],
         recvs: dict[Node, RecvNode],
+        walked: Walked | None = None,
     ) -> None:
         """The same, when a first Send has been heard."""
         self.hear(key, gradients)

@@ -12,10 +12,9 @@ Every call of torch's engine is made by `Graph._call`.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -23,11 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, TAKER, Gradients, Taker, set_state, taker
+from telegrad.autograd.walking import Walked, walk
 from telegrad.cuda import order
 from telegrad.engine.local.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.local.cut import cut_before
 from telegrad.engine.local.leaves import LeafSums, hooks_held, may_share, put_back, shared_held, take_grads
-from telegrad.engine.local.regions import Edges, Part, Stage
+from telegrad.engine.local.regions import Part, Stage
 from telegrad.engine.local.stages import GoOn, Root, StagedCut, stay
 
 
@@ -43,8 +43,6 @@ class Entered(Protocol):
         """Whether it is known that all of them are leaves."""
 
 
-_ANCHOR = ANCHOR.node
-_node_of: Callable[[Any], Any] = itemgetter(0)  # of an edge, in whichever form
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
 _LARGE_ON_GPU = 32 * 2**20  # the same where a copy of a megabyte takes a microsecond, and the node as long as ever
 _MANY = 4 * 1024  # elements of a gradient that may be so large
@@ -63,22 +61,14 @@ class Graph:
     inner: Mapping[Any, Entered] = {}  # if there may be several: the Sends that do not enter at leaves alone
     parts: dict[Any, Part[Node]] | None = None  # what each of `inner` reaches, if no two reach the same, leaves aside
 
-    def __init__(self, entries: Sequence[GradientEdge], taker: Taker, retain_graph: bool) -> None:
-        """Walk it from where gradients enter. Engine calls give those of Recvs to `taker`."""
+    def __init__(
+        self, entries: Sequence[GradientEdge], taker: Taker, retain_graph: bool, walked: Walked | None = None
+    ) -> None:
+        """Walk it from where gradients enter, unless that was done. Engine calls give those of Recvs to `taker`."""
         self._taker = taker
         self._retain_graph = retain_graph
-        self.leaves: dict[Node, Tensor] = {}  # where a whole Send enters at leaves: only once the last batch runs
-        self.edges: dict[Any, Edges[Node]] = {_ANCHOR: (), None: ()}  # where no way leads on
-        edges = self.edges
-        found = [*map(_node_of, entries)]
-        for node in found:  # grows; a node may be there more than once
-            if node not in edges:
-                edges[node] = following = node.next_functions
-                if following:
-                    found += map(_node_of, following)
-                elif (leaf := getattr(node, "variable", None)) is not None:
-                    self.leaves[node] = leaf
-        del edges[None]
+        # Of a Send that enters at leaves, these are among them only once the last batch runs.
+        self.edges, self.leaves, _ = walked or walk(entries)
 
     @classmethod
     def of_sends(cls, sends: Mapping[Any, Entered], taker: Taker, retain_graph: bool) -> "Graph":

@@ -24,6 +24,7 @@ from torch.autograd.graph import Node
 from telegrad import trace
 from telegrad.autograd.functions import Gradients, RecvNode, Taker
 from telegrad.autograd.leaf_nodes import are_taken_as_they_are
+from telegrad.autograd.walking import Walked
 from telegrad.cuda import order
 from telegrad.engine.local.cut import empty_queue
 from telegrad.engine.local.graph import Entered, Graph, reached_from
@@ -105,10 +106,16 @@ class LocalPass(Generic[K]):
         return not self._untold
 
     def start_heard(
-        self, key: K, gradients: list[Tensor | None] | None, sends: dict[K, Entered], recvs: dict[Node, RecvNode]
+        self,
+        key: K,
+        gradients: list[Tensor | None] | None,
+        sends: dict[K, Entered],
+        recvs: dict[Node, RecvNode],
+        walked: Walked | None = None,
     ) -> None:
         """The usual start: gradients for a first Send have come, and no other leads into a graph, since their tensors
-        are leaves. So there is nothing to plan, and one call of the engine runs it. Takes over both tables."""
+        are leaves. So there is nothing to plan, and one call of the engine runs it. Takes over both tables, and what
+        was `walked` over before."""
         first = sends.pop(key, None)
         if (
             first is None
@@ -121,7 +128,7 @@ class LocalPass(Generic[K]):
             self.hear(key, gradients)
             self.start(sends, recvs)
             return
-        graph = Graph(first.edges, self._tell, self.retain_graph)
+        graph = Graph(first.edges, self._tell, self.retain_graph, walked)
         roots: list[Root] = [*zip(first.edges, gradients, strict=True)]
         gradients.clear()  # as in `_enter`
         self._untold = recvs

@@ -29,7 +29,7 @@ from telegrad.transport.device.flags import Flags, Page
 from telegrad.transport.device.in_place import InPlace
 from telegrad.transport.device.landing import Landing
 from telegrad.transport.device.lending import DeviceLender
-from telegrad.transport.device.offers import FIRST_GRANT, Offer, Offers
+from telegrad.transport.device.offers import Offer, Offers
 from telegrad.transport.device.regions import PLACE_BITS, Region, ShownRegions, regions
 from telegrad.wire.block_notices import (
     AnnounceDeviceBlock,
@@ -444,8 +444,3 @@ class DeviceChannel:
 def is_of_device(block: int) -> bool:
     """Whether a block's number is that of device memory."""
     return block >= FIRST_NAME
-
-
-def is_granted(block: int) -> bool:
-    """Whether a block's number is that of memory granted to the sender."""
-    return block >= FIRST_GRANT

@@ -54,30 +54,40 @@ _kind: Callable[[Tensor], _Kind] = attrgetter("dtype", "shape", "requires_grad",
 
 def describe_on_device(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]] | None:
     """Specs and segments of plain CUDA tensors; None if one of them is anything else."""
-    specs: list[TensorSpec] = []
-    segments: list[Segment] = []
     try:
+        if len(tensors) == 1:
+            only = _describe_one(tensors[0], 0)
+            return None if only is None else ([only[0]], [only[1]])
+        specs: list[TensorSpec] = []
+        segments: list[Segment] = []
         for index, tensor in enumerate(tensors):
-            device = tensor.get_device() if tensor.is_cuda else HOST
-            # The shape of a nested tensor cannot be asked for, so such a one ends here.
-            form = _form_on_device(type(tensor), _kind(tensor), device, index)
-            address = tensor.data_ptr()
-            if form is None or not address or tensor.is_neg():
+            described = _describe_one(tensor, index)
+            if described is None:
                 return None
-            spec, nbytes = form
-            if not tensor.is_contiguous():
-                strides = tensor.stride()
-                nbytes = _span_without_gaps(tensor.shape, strides) * tensor.itemsize
-                if not nbytes:
-                    return None
-                spec = msgspec.structs.replace(spec, strides=strides)
-            specs.append(spec)
-            segments.append(Segment(address, nbytes, tensor, False, device))
+            specs.append(described[0])
+            segments.append(described[1])
     except RuntimeError:
         return None  # torch refused to show this tensor's memory; the general way tells why
-    if len(specs) > 1 and len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(specs):
+    if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(specs):
         return None
     return specs, segments
+
+
+def _describe_one(tensor: Tensor, index: int) -> tuple[TensorSpec, Segment] | None:
+    device = tensor.get_device() if tensor.is_cuda else HOST
+    # The shape of a nested tensor cannot be asked for, so such a one ends here.
+    form = _form_on_device(type(tensor), _kind(tensor), device, index)
+    address = tensor.data_ptr()
+    if form is None or not address or tensor.is_neg():
+        return None
+    spec, nbytes = form
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        nbytes = _span_without_gaps(tensor.shape, strides) * tensor.itemsize
+        if not nbytes:
+            return None
+        spec = _with_strides(spec, strides)
+    return spec, Segment(address, nbytes, tensor, False, device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,6 +101,11 @@ def _form_on_device(cls: type, kind: _Kind, device: int, index: int) -> tuple[Te
     flags = _REQUIRES_GRAD * requires_grad | _PARAMETER * (cls is Parameter)
     spec = TensorSpec(0, code, tuple(shape), (), 0, index, flags, f"cuda:{device}")
     return spec, math.prod(shape) * dtype.itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_strides(spec: TensorSpec, strides: tuple[int, ...]) -> TensorSpec:
+    return msgspec.structs.replace(spec, strides=strides)
 
 
 class _Came(NamedTuple):
