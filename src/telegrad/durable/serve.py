@@ -64,12 +64,19 @@ def _somebody_shuts_down(agent: Agent) -> bool:
     living = [m for m in agent.peers.everyone() if not agent.is_dead(m)]
     missing = _missing_at_shutdown(agent, min(living, key=lambda m: m.worker_id))
     arrived = [] if missing is None else [m for m in living if m.name not in missing]
-    # One that is not missing may also be dead, and this worker the last to hear of it: so each is asked itself.
-    return any(_missing_at_shutdown(agent, m) is not None for m in arrived if m.name != agent.info.name)
+    # One that is not missing may also be dead, and this worker the last to hear of it; or it was just started, and the
+    # one who coordinates, which may be joining itself, has not heard of it. So each has to say itself that it is there.
+    return any(_waits_at_shutdown(agent, m) for m in arrived if m.name != agent.info.name)
+
+
+def _waits_at_shutdown(agent: Agent, member: Member) -> bool:
+    missing = _missing_at_shutdown(agent, member)
+    return missing is not None and member.name not in missing
 
 
 def _missing_at_shutdown(agent: Agent, member: Member) -> Collection[str] | None:
-    """Whom a worker misses at the shutdown's barrier, as far as it coordinates that; None if it does not answer."""
+    """Whom a worker misses at the shutdown's barrier: others as far as it coordinates that, itself in any case. None if
+    it does not answer."""
     if member.incarnation == agent.member.incarnation:
         return agent.layer(Barriers).missing(_BARRIER)
     try:

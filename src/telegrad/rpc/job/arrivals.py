@@ -61,13 +61,17 @@ class Arrivals:
 
     def _reached(self, key: str) -> dict[str, int]:
         """Who has reached a barrier, or a later round of it, with their activities."""
-        name, round_ = _round_of(key)
         reached: dict[str, int] = {}
         for other, arrived in self._arrived.items():
-            other_name, other_round = _round_of(other)
-            if other_name == name and other_round >= round_:
+            if is_as_far(other, key):
                 reached.update({worker: activity for worker, (activity, _) in arrived.items()})
         return reached
+
+
+def is_as_far(reached: str, key: str) -> bool:
+    """Whether somebody at the barrier `reached` has reached `key`: it is that one, or a later round of it."""
+    (name, round_), (wanted, earliest) = _round_of(reached), _round_of(key)
+    return name == wanted and round_ >= earliest
 
 
 def _round_of(key: str) -> tuple[str, float]:

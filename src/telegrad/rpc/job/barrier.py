@@ -1,14 +1,15 @@
 """Barriers between all living workers: one of them coordinates (see `arrivals.py`), the others ask it."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from telegrad.errors import ProtocolError, TelegradError, WorkerDied
 from telegrad.ids import WorkerId
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.job.arrivals import Arrivals
+from telegrad.rpc.job.arrivals import Arrivals, is_as_far
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request
 from telegrad.rpc.threads.wakeup import Wakeup
@@ -22,21 +23,35 @@ _NEWS_SECONDS, _MOST_NEWS_SECONDS = 0.5, 8.0
 
 
 class Barriers(Layer):
-    """The barriers that this worker coordinates."""
+    """The barriers that this worker coordinates, and those at which it waits itself, whoever coordinates them."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._arrivals = Arrivals()
-        self._lock = threading.Lock()  # guards the arrivals
+        self._waits_at: list[str] = []  # by the keys; one for each thread that waits
+        self._lock = threading.Lock()  # guards both
 
     def messages(self) -> Mapping[type[Any], Served]:
         """Arrivals at a barrier, and the question who is missing at one. A shutdown does not wait for its own."""
         return {Barrier: Served(self._serve, counts_as_work=False)}
 
     def missing(self, key: str) -> list[str]:
-        """Who has not reached a barrier that is coordinated here."""
+        """Who has not reached a barrier, as far as is known here: if another worker coordinates it, of this one."""
         with self._lock:
-            return self._arrivals.missing(key, self._living())
+            is_here = any(is_as_far(reached, key) for reached in self._waits_at)
+            missing = self._arrivals.missing(key, self._living())
+        return [name for name in missing if not (is_here and name == self._agent.info.name)]
+
+    @contextlib.contextmanager
+    def waiting_at(self, key: str) -> Iterator[None]:
+        """This worker is at a barrier for the length of a block."""
+        with self._lock:
+            self._waits_at.append(key)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits_at.remove(key)
 
     def _living(self) -> list[str]:
         agent = self._agent
@@ -93,6 +108,11 @@ class Barriers(Layer):
 
 def barrier(agent: Agent, key: str, activity: int, deadline: float) -> int:
     """Wait until every living worker has reached the barrier `key`; the sum of their activities."""
+    with agent.layer(Barriers).waiting_at(key):
+        return _wait_at(agent, key, activity, deadline)
+
+
+def _wait_at(agent: Agent, key: str, activity: int, deadline: float) -> int:
     while True:
         _look_for_coordinator(agent)
         coordinator = _coordinator(agent)
