@@ -375,6 +375,37 @@ def test_a_tensor_is_read_where_it_lies(ends: Ends, cuda: Noted, monkeypatch: py
     assert again._use == use + 1, "another block"
 
 
+def test_two_that_are_read_at_the_same_time_have_numbers_of_their_own(
+    ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telegrad.cuda.reads.reading", lambda *_: None)
+    first, part, _ = leave(ends, cuda)
+    second, other, _ = leave(ends, cuda)
+    assert first._block is not second._block
+    for each, handle in ((part, first), (other, second)):
+        each.loan.copy_all([each], [99], CUDA)
+        handle._block.flag.read.set(1)
+        handle.end()
+    del part, other, each
+    assert ends.here.lender.lent() == (0, 0)
+    third, part, _ = leave(ends, cuda)
+    assert third._block is second._block and third._use == 2, "not the one that was used last"
+    del part
+
+
+def test_the_one_that_is_used_again_and_again_goes_back_with_the_others(
+    ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telegrad.cuda.reads.reading", lambda *_: None)
+    handle, segment, _ = leave(ends, cuda)
+    segment.loan.copy_all([segment], [99], CUDA)
+    handle._block.flag.read.set(1)
+    handle.end()
+    del segment
+    ends.here.lender.trim(time.monotonic() + 1)
+    assert handle._block.number in ends.here.lender.untold
+
+
 def test_the_callers_stream_waits_for_what_is_being_read(
     ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

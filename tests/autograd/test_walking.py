@@ -1,0 +1,92 @@
+"""The walk over a graph, made when it is needed or ahead of that, finds the same."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.functions import ANCHOR, SendNode
+from telegrad.autograd.walking import walk, walk_ahead
+from telegrad.ids import ContextId, MessageId, WorkerId
+
+MESSAGE = MessageId(7)
+
+
+def context_with(*tensors: Tensor) -> Context:
+    made = Context(ContextId(1), WorkerId(0))
+    made.sends[MESSAGE] = SendNode(MESSAGE, WorkerId(1), tensors)
+    return made
+
+
+def leaf() -> Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def nodes_of(tensor: Tensor) -> set[Any]:
+    """By another way than the walk: recursion."""
+
+    def below(node: Any) -> set[Any]:
+        return {node}.union(*[below(child) for child, _ in node.next_functions if child is not None])
+
+    return below(get_gradient_edge(tensor).node)
+
+
+def test_a_walk_finds_every_node_once_and_the_leaves() -> None:
+    x, w = leaf(), leaf()
+    y = x * w
+    z = (y + y).tanh() + x
+    edges, leaves, _ = walk([get_gradient_edge(z)])
+    assert {*edges} == nodes_of(z) | {ANCHOR.node}
+    assert {id(found) for found in leaves.values()} == {id(x), id(w)}
+
+
+def test_what_was_walked_ahead_is_taken_once_and_for_its_send_alone() -> None:
+    x = leaf()
+    y = x * 2
+    context = context_with(y)
+    walk_ahead(context, MESSAGE)
+    assert context.ahead is not None
+    assert context.walked_from(MessageId(8)) is None
+    assert context.ahead is None
+    walk_ahead(context, MESSAGE)
+    edges, leaves, _ = context.walked_from(MESSAGE)
+    assert {*edges} == nodes_of(y) | {ANCHOR.node} and len(leaves) == 1
+
+
+def test_what_is_done_to_a_tensor_after_its_reply_is_no_part_of_it() -> None:
+    x = leaf()
+    y = x * 2
+    context = context_with(y)
+    before = nodes_of(y)
+    walk_ahead(context, MESSAGE)
+    y.mul_(3)
+    assert {*context.walked_from(MESSAGE)[0]} == before | {ANCHOR.node} == {*walk(context.sends[MESSAGE].edges)[0]}
+
+
+@pytest.mark.parametrize(("length", "is_kept"), [(8, True), (40, True), (100, False)])
+def test_a_large_graph_is_not_walked_ahead(length: int, is_kept: bool) -> None:
+    y = leaf()
+    for _ in range(length):
+        y = y.tanh()
+    context = context_with(y)
+    walk_ahead(context, MESSAGE)
+    assert (context.ahead is not None) is is_kept
+
+
+def test_nothing_is_kept_of_leaves_of_an_ended_context_or_within_a_pass() -> None:
+    context = context_with(leaf())
+    walk_ahead(context, MESSAGE)
+    assert context.ahead is None
+    context = context_with(leaf() * 2)
+    context.latest = object()
+    walk_ahead(context, MESSAGE)
+    assert context.ahead is None
+    context.latest = None
+    walk_ahead(context, MESSAGE)
+    context.end()
+    assert context.ahead is None
+    walk_ahead(context, MESSAGE)  # its Send is gone
+    assert context.ahead is None
