@@ -92,9 +92,9 @@ class Context(msgspec.Struct, eq=False, weakref=True):
             raise AutogradError(f"context {self.context_id} has ended")
 
     def walked_from(self, message_id: MessageId) -> Any:
-        """What was found ahead behind this Send, taken out; None if it is another's."""
-        (walked_from, walked), self.ahead = self.ahead, None
-        return walked if walked_from == message_id else None
+        """What was found ahead behind this Send, taken out; None if nothing was, or of another."""
+        ahead, self.ahead = self.ahead, None
+        return ahead[1] if ahead is not None and ahead[0] == message_id else None
 
     # --- what calls record ---
 

@@ -36,7 +36,6 @@ _free: list[Lane] = []  # the last one used is taken first: its own work needs n
 
 class _Local(threading.local):
     lane: Lane | None = None  # the one this thread is on
-
     default: Lane | None = None  # see `default_lane`
 
     def __init__(self) -> None:
