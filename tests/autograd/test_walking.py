@@ -76,6 +76,15 @@ def test_a_large_graph_is_not_walked_ahead(length: int, is_kept: bool) -> None:
     assert (context.ahead is not None) is is_kept
 
 
+def test_a_node_that_leads_to_many_ends_the_walk() -> None:
+    wide = torch.cat([leaf() for _ in range(100)])
+    edges, _, found = walk([get_gradient_edge(wide.tanh())], 64)
+    assert len(edges) == 3 and len(found) > 64  # tanh, the cat and the anchor: not one of the leaves
+    context = context_with(wide)
+    walk_ahead(context, MESSAGE)
+    assert context.ahead is None
+
+
 def test_nothing_is_kept_of_leaves_of_an_ended_context_or_within_a_pass() -> None:
     context = context_with(leaf())
     walk_ahead(context, MESSAGE)

@@ -1,8 +1,14 @@
-"""Which requests have streams of their own on the GPU: those that work there, not notices that free memory."""
+"""Which requests have streams of their own on the GPU, and whose work these wait for; with stand-ins for streams.
 
+`tests/cuda/test_order.py` has the same on a real one."""
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from telegrad.cuda import order
 from telegrad.ids import ContextId, Incarnation, WorkerId
@@ -37,3 +43,94 @@ def test_a_notice_that_frees_memory_takes_no_streams(monkeypatch: pytest.MonkeyP
     for message in messages:
         session.serve(Request(session, Frame(FrameKind.NOTICE, 1, 0, message)))
     assert served == [(BeginPass, True), (CleanupAutogradContext, False)]
+
+
+class Stream:
+    """Notes what it waits for."""
+
+    def __init__(self, device: int, handle: int) -> None:
+        self.device_index, self.stream_id, self.cuda_stream, self.device_type = device, handle, handle, 1
+        self.busy = False
+        self.waits: list[Stream] = []
+
+    def query(self) -> bool:
+        return not self.busy
+
+    def wait_event(self, event: "Event") -> None:
+        self.waits.append(event.of)
+
+
+class Event:
+    """Of the stream that it was recorded on last."""
+
+    of: Stream
+
+    def record(self, stream: Stream) -> None:
+        self.of = stream
+
+    def query(self) -> bool:
+        return not self.of.busy
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Has a device come into use, on a machine that has none."""
+    handles = iter(range(100, 200))
+    current: dict[int, tuple[int, int, int]] = {}
+    stand_in = SimpleNamespace(
+        Stream=lambda device: Stream(device, next(handles)),
+        Event=Event,
+        default_stream=lambda device: Stream(device, 0),
+        current_device=lambda: 0,
+        set_device=lambda _: None,
+    )
+    calls = SimpleNamespace(
+        _cuda_getCurrentStream=lambda device: current.get(device, (0, device, 1)),
+        _cuda_getCurrentRawStream=lambda device: current.get(device, (0, device, 1))[0],
+        _cuda_setStream=lambda stream_id, device_index, device_type: current.update(
+            {device_index: (stream_id, device_index, device_type)}
+        ),
+    )
+    monkeypatch.setattr(order, "torch", SimpleNamespace(cuda=stand_in, _C=calls, autograd=torch.autograd))
+    for name, value in (("_devices", []), ("_lanes", []), ("_free", []), ("active", False)):
+        monkeypatch.setattr(order, name, value)
+    monkeypatch.setattr(order, "_local", order._Local())
+    order._default_stream.cache_clear()
+    yield order.use
+    order._default_stream.cache_clear()
+
+
+def test_who_knows_of_an_answer_finds_its_work_though_another_works_on_its_streams(use: Callable[[int], None]) -> None:
+    use(0)
+    first = order.take()
+    first.stream(0).busy = True
+    order.give_back(first)
+    second = order.take()
+    assert second is first, "the lane that was used last"
+    third = order.take()
+    assert third.stream(0).waits == [first.stream(0)]
+    order.give_back(third)
+    order.give_back(second)
+
+
+def test_who_comes_at_the_same_time_does_not_wait(use: Callable[[int], None]) -> None:
+    use(0)
+    first, second = order.take(), order.take()
+    first.stream(0).busy = True
+    third = order.take()
+    assert not second.stream(0).waits and not third.stream(0).waits
+
+
+def test_the_default_streams_are_those_of_a_device_that_comes_later_too(use: Callable[[int], None]) -> None:
+    use(0)
+    lane = order.default_lane()
+    with order.on(lane):
+        thread = threading.Thread(target=use, args=(1,))
+        thread.start()
+        thread.join()
+        with order.staying_on(lane):
+            pass
+    lane = order.default_lane()
+    with order.on(lane):
+        assert order.current_stream(1) == 0
+    assert lane.handles == {0: 0, 1: 0}

@@ -393,6 +393,22 @@ def test_two_that_are_read_at_the_same_time_have_numbers_of_their_own(
     del part
 
 
+def test_what_was_read_may_be_named_again_before_its_reader_has_dropped_it(
+    ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telegrad.cuda.reads.reading", lambda *_: None)
+    first, part, _ = leave(ends, cuda)
+    part.loan.copy_all([part], [99], CUDA)
+    first._block.flag.read.set(1)  # the GPU is done, and another thread of the caller sends
+    second, other, _ = leave(ends, cuda)
+    assert second._block is first._block and second._use == 2
+    del part
+    assert not second._block.flag.let_go.has_reached(2), "said for another"
+    with pytest.raises(ProtocolError, match="without announcing or regaining it"):
+        ends.there.borrower.borrow(second._block.name)
+    other.loan.copy_all([other], [99], CUDA)
+
+
 def test_the_one_that_is_used_again_and_again_goes_back_with_the_others(
     ends: Ends, cuda: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

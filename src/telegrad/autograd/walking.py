@@ -6,7 +6,6 @@ is done later to its tensors, in place too, makes new nodes that lead to these.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -32,11 +31,13 @@ def walk(entries: Sequence[GradientEdge], most: int = _ANY_NUMBER) -> Walked:
     leaves: dict[Node, Tensor] = {}
     edges: dict[Any, Sequence[tuple[Node | None, int]]] = {_ANCHOR: (), None: ()}  # where no way leads on
     found = [*map(_node_of, entries)]
-    for node in islice(found, most):  # grows; a node may be there more than once
+    for node in found:  # grows; a node may be there more than once
         if node not in edges:
             edges[node] = following = node.next_functions
             if following:
                 found += map(_node_of, following)
+                if len(found) > most:
+                    break  # one node may lead to thousands
             elif (leaf := getattr(node, "variable", None)) is not None:
                 leaves[node] = leaf
     del edges[None]

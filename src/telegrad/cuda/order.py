@@ -55,7 +55,10 @@ class Number(Protocol):
 class Lane:
     """One stream on each device in use, for one request or one pass at a time."""
 
-    __slots__ = ("_raw", "_streams", "ended", "ended_at", "handles", "reads", "unfinished", "uses")
+    __slots__ = (
+        *("_events", "_raw", "_streams"),
+        *("ended", "ended_at", "handles", "left_at", "reads", "unfinished", "uses"),
+    )
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -64,6 +67,10 @@ class Lane:
         self.ended = False  # its request or pass has been answered: others may know of it, and must see its work
         self.unfinished = False  # whether some of that work may not be done
         self.ended_at = 0
+        # While the next request or pass is on it: when what was there before had ended. Others wait for that by its
+        # events, and not for what is there now.
+        self.left_at = 0
+        self._events: dict[int, torch.cuda.Event] = {}  # by device
         self.uses = 0
         self.reads: list[tuple[Number, int]] = []  # what is copied out of memory of the caller; see `reads.py`
 
@@ -83,6 +90,18 @@ class Lane:
     def streams(self) -> list[torch.cuda.Stream]:
         """Those on all devices in use."""
         return [self.stream(device) for device in _devices]
+
+    def note_end(self) -> None:
+        """All that the request or pass had to enqueue is on its streams."""
+        for device, stream in self._streams.items():
+            event = self._events.get(device)
+            if event is None:
+                event = self._events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call] # of torch's
+            event.record(stream)
+
+    def events(self) -> list[tuple[int, torch.cuda.Event]]:
+        """By device: what was on its streams when they were last given back."""
+        return [*self._events.items()]
 
     def raw(self) -> list[_Raw]:
         """The same, as torch's own functions take them."""
@@ -136,6 +155,7 @@ def take(arrived: int = 0) -> Lane:
         else:
             lane = _older_lane(arrived)
         lane.ended = False
+        lane.left_at = lane.ended_at if lane.unfinished else 0
     follow_all(lane.stream, arrived, lane)
     return lane
 
@@ -191,11 +211,21 @@ def is_on_default() -> bool:
 def default_lane() -> Lane:
     """The default streams as a lane of this thread's, which all others follow."""
     lane = _local.default
-    if lane is None or len(lane.handles) < len(_devices):
-        lane = _local.default = Lane()
-        for device in _devices:
-            lane.put(_default_stream(device))
+    if lane is None:
+        lane = _local.default = _DefaultLane()
+        lane.raw()
     return lane
+
+
+class _DefaultLane(Lane):
+    """Has the default streams, also of a device that comes into use in the midst of a pass: nobody follows others."""
+
+    __slots__ = ()
+
+    def stream(self, device: int) -> torch.cuda.Stream:
+        if device not in self.handles:
+            self.put(_default_stream(device))
+        return self._streams[device]
 
 
 def end(lane: Lane) -> None:
@@ -212,19 +242,25 @@ def _end(lane: Lane) -> None:
 
 def give_back(lane: Lane) -> None:
     """A request or a pass is over."""
+    lane.note_end()
     with _lock:
         _end(lane)
         _free.append(lane)
 
 
 def _follow(stream_on: Callable[[int], torch.cuda.Stream], before: int, own: Lane | None = None) -> None:
-    """Have streams, one for each device, wait for the unfinished work of all lanes that have ended before a moment."""
+    """Have streams, one for each device, wait for the unfinished work of all that ended on lanes before a moment."""
     with _lock:
         ended = [
             (lane, lane.uses)
             for lane in _lanes
             if lane.ended and lane.unfinished and lane.ended_at < before and lane is not own
         ]
+        taken_again = [lane for lane in _lanes if not lane.ended and 0 < lane.left_at < before and lane is not own]
+    for lane in taken_again:
+        for device, event in lane.events():
+            if not event.query():  # type: ignore[no-untyped-call] # of torch's
+                stream_on(device).wait_event(event)
     for lane, uses in ended:
         unfinished = False
         for theirs in lane.streams():

@@ -7,6 +7,7 @@ Recv's forward, where the engine runs it; both are handed over to the lane. What
 comes after its end (`cuda/order.py`). Only a process that has CUDA tensors makes its passes of these classes.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class RootPassOnLane(PassOnLane, RootPass):
 
     def wait(self) -> None:
         """Return when all are done; what follows in this thread finds the gradients."""
-        with order.on(self.lane):  # now, while the others work, and not when an answer is there
+        # Now, while the others work, and not when an answer is there. But one that was taken is given back before that.
+        with order.on(self.lane) if self._taken is None else contextlib.nullcontext():
             super().wait()
         order.join()

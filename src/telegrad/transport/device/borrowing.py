@@ -66,7 +66,7 @@ class DeviceBorrower:
         self.patience = Patience()
         self._blocks: dict[int, BorrowedBlock | str] = {}  # a text: why it could not be opened
         self._regions: dict[int, Opened | str] = {}  # memory of its allocator, by the number it has there
-        self._in_use: set[int] = set()
+        self.in_use: set[int] = set()  # what the peer may not name again yet
         self.closed: deque[int] = deque()  # of those that the peer had retired, to be told to it
 
     def open(self, announced: Announcement) -> str:
@@ -135,14 +135,14 @@ class DeviceBorrower:
         """The memory of a block that came with a message, by what the message calls it."""
         number, use = name >> USE_BITS, name % USES
         block = self._blocks.get(number)
-        if block is None or number in self._in_use:
+        if block is None or number in self.in_use:
             raise ProtocolError(f"the peer used block {number} of device memory without announcing or regaining it")
         if isinstance(block, BorrowedBlock):
             ahead = (use - block.uses) % USES
             if not ahead:
                 raise ProtocolError(f"the peer named a use of block {number} of device memory twice")
             block.uses += ahead
-        self._in_use.add(number)
+        self.in_use.add(number)
         return Loan(self, number, block)
 
     @property
@@ -152,7 +152,7 @@ class DeviceBorrower:
 
     def let_go(self, number: int, block: BorrowedBlock | str) -> None:
         """A loan has ended; in any thread at any moment, so without a lock."""
-        self._in_use.discard(number)
+        self.in_use.discard(number)
         if isinstance(block, BorrowedBlock):
             block.flag.let_go.set(block.uses)
 
@@ -160,7 +160,7 @@ class DeviceBorrower:
         """The peer will not use these again: close them, and say so."""
         for number in numbers:
             block = self._blocks.pop(number, None)
-            if block is None or number in self._in_use:
+            if block is None or number in self.in_use:
                 raise ProtocolError(f"the peer retired block {number} of device memory, which it may not")
             if isinstance(block, BorrowedBlock):
                 self._close(block)
@@ -182,7 +182,7 @@ class DeviceBorrower:
 
     def _close_if_read(self, blocks: list[BorrowedBlock]) -> bool:
         """Close these unless something is still to be read from one."""
-        if any(block.number in self._in_use or not block.flag.read.has_reached(block.uses) for block in blocks):
+        if any(block.number in self.in_use or not block.flag.read.has_reached(block.uses) for block in blocks):
             return False
         for block in blocks:
             self._close(block)
@@ -193,7 +193,7 @@ class DeviceBorrower:
 class Loan:
     """A block that came with a message, until its tensors have been copied out of it or are not wanted any more."""
 
-    __slots__ = ("_block", "_borrower", "_in_place", "_last", "_number", "_reads", "_told")
+    __slots__ = ("_block", "_borrower", "_in_place", "_last", "_number", "_over", "_reads", "_told")
 
     def __init__(self, borrower: DeviceBorrower, number: int, block: BorrowedBlock | str) -> None:
         self._borrower = borrower
@@ -203,6 +203,7 @@ class Loan:
         self._reads = False
         self._told = False  # the owner of the block has been told that it was read
         self._in_place = False  # it lies in the sender's own tensors, not in the block
+        self._over = False  # the sender may use the block again, and may have
         _used[id(self)] = block
 
     def part(self, start: int, nbytes: int) -> DeviceSegment:
@@ -236,11 +237,12 @@ class Loan:
                 self.copy(segment.offset, segment.nbytes, target, device)
             return
         stream = order.current_stream(block.device)
+        number, use, counter = block.flag.read.on_device, block.uses, block.counter
         if self._in_place:
             self._begin_in_place(block)
+            self._borrower.in_use.discard(self._number)  # once it was read, which may be long before this is dropped
         elif not self._borrower.patience.sees(block.flag.written, block.uses):
             runtime().wait_value(stream, block.flag.written.on_device, block.uses)
-        number, use, counter = block.flag.read.on_device, block.uses, block.counter
         if len(segments) == 1:
             source = block.address + segments[0].offset
             copy_one_and_tell(block.device, stream, source, targets[0], segments[0].nbytes, number, use, counter)
@@ -248,8 +250,9 @@ class Loan:
             pieces = [(block.address + s.offset, at, s.nbytes) for s, at in zip(segments, targets, strict=True)]
             copy_and_tell(block.device, stream, pieces, number, use, counter)
         self._told = True
+        self._over = self._in_place
         if self._in_place:
-            reads.reading(block.flag.read, block.uses)
+            reads.reading(block.flag.read, use)
 
     def _begin_in_place(self, block: BorrowedBlock) -> None:
         """Say that this is being read from now on; SerializationError if it may not be any more."""
@@ -293,6 +296,9 @@ class Loan:
             runtime().synchronize(stream)
 
     def __del__(self) -> None:
+        if self._over:
+            _used.pop(id(self), None)
+            return
         block = self._block
         if isinstance(block, BorrowedBlock) and self._in_place and not self._reads:
             if not self._told:

@@ -30,7 +30,7 @@ _SIMPLE_FLAGS = _REQUIRES_GRAD | _PARAMETER
 _MOST_STRIDE = 2**40  # no GPU has as much memory
 _MOST_DIMS = 64  # of a tensor, in torch
 _MOST_NAME = 16  # characters of a device
-_MOST_KNOWN = 256
+_MOST_KNOWN = 1024
 
 
 class Form(NamedTuple):
