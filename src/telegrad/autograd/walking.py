@@ -5,7 +5,7 @@ then, so it walks over a small graph ahead, while nobody waits for it. A graph t
 is done later to its tensors, in place too, makes new nodes that lead to these.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -18,7 +18,6 @@ from telegrad.ids import MessageId
 
 _ANCHOR = ANCHOR.node
 _FEW = 64  # steps of a walk that is made ahead: it takes less time than a message
-_ANY_NUMBER = 2**62
 _node_of: Callable[[Any], Any] = itemgetter(0)  # of an edge, in whichever form
 
 
@@ -26,22 +25,28 @@ _node_of: Callable[[Any], Any] = itemgetter(0)  # of an edge, in whichever form
 Walked: TypeAlias = tuple[dict[Any, Sequence[tuple[Node | None, int]]], dict[Node, Tensor], list[Any]]
 
 
-def walk(entries: Sequence[GradientEdge], most: int = _ANY_NUMBER) -> Walked:
-    """All nodes that lie behind these edges, if these are found in so many steps."""
+def walk(entries: Sequence[GradientEdge], most: int | None = None) -> Walked:
+    """All nodes that lie behind these edges, or as many as are found before there are more than so many steps."""
     leaves: dict[Node, Tensor] = {}
     edges: dict[Any, Sequence[tuple[Node | None, int]]] = {_ANCHOR: (), None: ()}  # where no way leads on
     found = [*map(_node_of, entries)]
-    for node in found:  # grows; a node may be there more than once
+    for node in found if most is None else _few_of(found, most):  # grows; a node may be there more than once
         if node not in edges:
             edges[node] = following = node.next_functions
             if following:
                 found += map(_node_of, following)
-                if len(found) > most:
-                    break  # one node may lead to thousands
             elif (leaf := getattr(node, "variable", None)) is not None:
                 leaves[node] = leaf
     del edges[None]
     return edges, leaves, found
+
+
+def _few_of(found: list[Any], most: int) -> Iterator[Any]:
+    """Not by counting what was visited: one node may lead to thousands."""
+    for node in found:
+        if len(found) > most:
+            break
+        yield node
 
 
 def walk_ahead(context: Context, message_id: MessageId) -> None:
