@@ -1,4 +1,4 @@
-"""A file that workers meet in is theirs alone. One that another program made, torch's stores included, is open to all."""
+"""A file that workers meet in is theirs alone. One that torch makes is open to all on the host."""
 
 import os
 

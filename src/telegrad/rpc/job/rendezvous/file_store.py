@@ -5,9 +5,9 @@ appends leaves the beginning of a record at the end. torch's FileStore reads on 
 this one leaves such an end unread, and the next to write, who has the lock and therefore knows that its writer is gone,
 cuts it off. Waiting for the lock has a deadline, since a process may be stopped while it holds it.
 
-The format, the locks and the count of users are torch's, so that a process group may be given the same path: torch's own
-tests do that, and torch would hang in a file of another format. Its keys begin with "/", or with "-/" once removed; the
-count has keys without either, and the first record of every file is one of it.
+The format, the locks and the count of users are torch's, so that a process group may be given the same path: torch's
+own tests do that, and torch would hang in a file of another format. Its keys begin with "/", or with "-/" where one is
+removed; those of the count have neither, and the first record of every file is one of them.
 
 The file is opened for each operation, which is what makes news of other hosts visible on NFS, and gives a forked child
 locks of its own. One operation at a time, by any thread; a lock orders them.
@@ -93,7 +93,7 @@ class RecordFile:
         self.seconds = min(self.seconds, _CLOSING_SECONDS)
         try:
             if pid == os.getpid():  # a forked child was not counted
-                with contextlib.suppress(StoreClosed), self._lock, self._writing() as fd:
+                with contextlib.suppress(RuntimeError, ValueError), self._lock, self._writing() as fd:
                     ended, users = self._add(fd, _ENDED, 1), self._add(fd, _USERS, -1)
                     if users == 0 and ended >= workers >= 0:
                         os.unlink(self.path)
@@ -317,7 +317,9 @@ def _open(path: str, seconds: float) -> RecordFile:
         try:
             file = RecordFile(path)
         except OSError as error:
-            raise RendezvousError(f"cannot meet at {path!r}: {error}. Give the path of a file that can be made") from error
+            raise RendezvousError(
+                f"cannot meet at {path!r}: {error}. Give the path of a file that can be made"
+            ) from error
         file.seconds = _limited(seconds)
         try:
             file.enter()

@@ -100,7 +100,7 @@ def _file_store(init_method: str, workers: int, timeout: float) -> FileStore:
     make_private(path)
     try:
         return FileStore(path, workers, timeout)
-    except StoreClosed as error:
+    except (StoreClosed, ValueError) as error:  # the latter: its count of users is no number
         raise RendezvousError(f"cannot meet at {init_method!r}: {error}") from error
 
 
