@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FileStore as TorchFileStore
 from torch._C._distributed_c10d import HashStore
 
 from telegrad.errors import RendezvousError
-from telegrad.rpc.job.rendezvous import file_store, store
+from telegrad.rpc.job.rendezvous import record_file, store
 from telegrad.rpc.job.rendezvous.file_store import FileStore
 from telegrad.rpc.job.rendezvous.member_log import open_store
 from telegrad.rpc.job.rendezvous.store_client import StoreClosed
@@ -150,6 +150,7 @@ def add_many(path: str, times: int) -> None:
         made.add("n", 1)
 
 
+@pytest.mark.slow
 def test_processes_and_threads_add_to_one_counter(path: str, started: list[Any]) -> None:
     made = FileStore(path)
     started += [process(add_many, path, 200) for _ in range(3)]
@@ -221,11 +222,11 @@ def test_a_write_that_fails_leaves_nothing(path: str, monkeypatch: pytest.Monkey
             raise OSError(28, "No space left on device")
         return write(fd, data[:3], offset)
 
-    monkeypatch.setattr(file_store.os, "pwrite", short)
+    monkeypatch.setattr(record_file.os, "pwrite", short)
     with pytest.raises(StoreClosed, match="No space left"):
         made.set("b", "2")
     assert Path(path).read_bytes() == before
-    monkeypatch.setattr(file_store.os, "pwrite", lambda fd, data, offset: write(fd, data[:3], offset))
+    monkeypatch.setattr(record_file.os, "pwrite", lambda fd, data, offset: write(fd, data[:3], offset))
     made.set("b", "2")
     assert FileStore(path).get("b") == b"2"
 
@@ -236,7 +237,7 @@ TIMES = 10_000
 def write_for_ever(path: str) -> None:
     """In small pieces, so that a kill leaves some of them."""
     write = os.pwrite
-    file_store.os.pwrite = lambda fd, data, offset: write(fd, data[:100], offset)
+    record_file.os.pwrite = lambda fd, data, offset: write(fd, data[:100], offset)
     made, number = FileStore(path), 0
     while True:
         made.add("n", 1)
