@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore as TorchFileStore
 from torch._C._distributed_c10d import HashStore
 
+from telegrad import rpc
 from telegrad.errors import RendezvousError
+from telegrad.rpc.current import require_agent
 from telegrad.rpc.job.rendezvous import record_file, store
 from telegrad.rpc.job.rendezvous.file_store import FileStore
 from telegrad.rpc.job.rendezvous.member_log import open_store
@@ -313,6 +315,24 @@ def test_a_file_that_somebody_removes(path: str, change: Callable[[str], None]) 
     there = Path(path).read_bytes() if os.path.exists(path) else b""
     del made  # in silence, and what is there now is left alone
     assert (Path(path).read_bytes() if os.path.exists(path) else b"") == there
+
+
+def test_a_worker_joins_stays_and_leaves_where_another_was_killed(path: str) -> None:
+    """Each of these hung in torch's store, in C++, where no deadline counts."""
+    options = rpc.RpcBackendOptions(init_method=f"file://{path}", rendezvous_timeout=20)
+    made = FileStore(path)
+    made.set("k", "1")
+
+    def leave_half_a_record() -> None:
+        with open(path, "ab") as file:
+            file.write(b"\x09\0\0\0/tele")
+
+    leave_half_a_record()
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    leave_half_a_record()
+    require_agent().peers.look_for_news()
+    rpc.shutdown()
+    assert made.get("k") == b"1"
 
 
 # --- files that are no stores ---
