@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import FileStore
 
 from telegrad import rpc
 from telegrad.errors import (
@@ -32,6 +31,7 @@ from telegrad.ids import Incarnation, generation_of
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.job.barrier import Barriers
 from telegrad.rpc.job.rendezvous import store as store_host
+from telegrad.rpc.job.rendezvous.file_store import FileStore
 from telegrad.rpc.job.rendezvous.member_log import read_records
 from telegrad.rpc.job.rendezvous.store_client import Prefixed
 from telegrad.rpc.trust.seal import Seal

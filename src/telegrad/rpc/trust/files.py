@@ -1,4 +1,4 @@
-"""A file that workers meet in is theirs alone: torch would let everyone on the host read it."""
+"""A file that workers meet in is theirs alone. One that torch makes is open to all on the host."""
 
 import os
 
@@ -8,7 +8,7 @@ from telegrad.errors import RendezvousError
 def make_private(path: str) -> None:
     """See that `path` exists and is a file that this user alone can read and write. RendezvousError if it is not ours.
 
-    A path that cannot be opened is left to torch, which says what is wrong with it."""
+    A path that cannot be opened is left to the store, which says what is wrong with it."""
     if not path:
         return
     try:

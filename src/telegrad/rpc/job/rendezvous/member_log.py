@@ -18,16 +18,17 @@ from typing import Any, TypeVar
 from urllib.parse import urlparse
 
 import msgspec
-from torch._C._distributed_c10d import FileStore, HashStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import rendezvous
 
 from telegrad.errors import RendezvousError
 from telegrad.ids import Incarnation, WorkerId, generation_of
 from telegrad.rpc.job.rendezvous import job_marker
 from telegrad.rpc.job.rendezvous import store as store_host
+from telegrad.rpc.job.rendezvous.file_store import FileStore
 from telegrad.rpc.job.rendezvous.job_marker import JobMarker
 from telegrad.rpc.job.rendezvous.register import Register, is_large
-from telegrad.rpc.job.rendezvous.store_client import Prefixed
+from telegrad.rpc.job.rendezvous.store_client import Prefixed, StoreClosed
 from telegrad.rpc.trust.files import make_private
 from telegrad.rpc.trust.rate import LimitedLog
 from telegrad.rpc.trust.seal import UNSEALED, Seal, new_job
@@ -52,7 +53,8 @@ _decode = msgspec.msgpack.Decoder(Member).decode
 
 
 def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Any:
-    """The store that `init_method` names. Others than the plain forms of tcp:// and env:// are left to torch."""
+    """The store that `init_method` names. Others than file:// and the plain forms of tcp:// and env:// are left to
+    torch."""
     limit = timedelta(seconds=max(timeout, 1e-3))
     endpoint = store_host.endpoint_in(init_method)
     if endpoint is None and init_method.rstrip("/") == "env:":
@@ -65,7 +67,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
             "machine `telegrad.local_cluster()` needs none of this"
         )
     if init_method.startswith("file:"):
-        make_private(urlparse(init_method).path)
+        return _file_store(init_method, -1 if world_size is None else world_size, timeout)
     try:
         if endpoint is not None:
             first = rank == 0 or (world_size is None and rank < 0 and store_host.is_here(endpoint[0]))
@@ -74,7 +76,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
         elif world_size:
             store, _, _ = next(iter(rendezvous(init_method, rank=rank, world_size=world_size, timeout=limit)))
         else:
-            store = FileStore(_path_in(init_method), -1)
+            raise ValueError("it must be env://, tcp://host:port or file:///path")
     except TimeoutError as error:
         raise RendezvousError(
             f"cannot meet at {init_method!r} within {timeout:g} s: {error}. For tcp:// and env:// rank 0 opens the "
@@ -91,13 +93,15 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     return store
 
 
-def _path_in(init_method: str) -> str:
-    url = urlparse(init_method)
-    if url.scheme == "env":
-        raise ValueError("env:// needs MASTER_ADDR and MASTER_PORT in the environment")
-    if url.scheme != "file" or not url.path:
-        raise ValueError("it must be env://, tcp://host:port or file:///path")
-    return url.path
+def _file_store(init_method: str, workers: int, timeout: float) -> FileStore:
+    path = urlparse(init_method).path
+    if not path:
+        raise RendezvousError(f"cannot meet at {init_method!r}: the path of a file is missing, as in file:///path")
+    make_private(path)
+    try:
+        return FileStore(path, workers, timeout)
+    except (StoreClosed, ValueError) as error:  # the latter: its count of users is no number
+        raise RendezvousError(f"cannot meet at {init_method!r}: {error}") from error
 
 
 class MemberLog:

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from torch._C._distributed_c10d import FileStore, TCPStore
+from torch._C._distributed_c10d import FileStore as TorchFileStore
+from torch._C._distributed_c10d import TCPStore
 
 from telegrad.errors import RendezvousError
+from telegrad.rpc.job.rendezvous.file_store import FileStore
 from telegrad.rpc.job.rendezvous.port_holder import listens_in_this_process, who_listens
 from telegrad.rpc.job.rendezvous.store_client import NotAStore, StoreClient
 from telegrad.transport.addresses import is_loopback
@@ -88,9 +90,9 @@ def describe(store: Any) -> str:
     endpoint = endpoint_of(store)
     if endpoint is not None:
         return f"{endpoint[0]}:{endpoint[1]}"
-    return (
-        str(getattr(store, "path", "a file")) if isinstance(store, FileStore) else f"the given {type(store).__name__}"
-    )
+    if isinstance(store, FileStore | TorchFileStore):
+        return str(getattr(store, "path", "a file"))
+    return f"the given {type(store).__name__}"
 
 
 def may_begin(store: Any) -> bool:
