@@ -296,15 +296,13 @@ class on:  # noqa: N801 - used like a function; a class, because each request en
         lane = self._lane
         streams = lane.raw()
         self._outer, _local.lane = _local.lane, lane
-        current = torch._C._cuda_getCurrentStream
-        self._before = [current(device) for _, device, _ in streams]
+        self._before = [torch._C._cuda_getCurrentStream(device) for _, device, _ in streams]
         if self._before != streams:  # a pass that begins within a request is on its lane
             _set_current(streams)
 
     def __exit__(self, *_: object) -> None:
         _local.lane = self._outer
-        current = torch._C._cuda_getCurrentStream
-        if self._before != [current(device) for _, device, _ in self._before]:
+        if self._before != [torch._C._cuda_getCurrentStream(device) for _, device, _ in self._before]:
             _set_current(self._before)
 
 
