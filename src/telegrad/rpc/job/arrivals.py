@@ -61,6 +61,7 @@ class Arrivals:
 
     def _reached(self, key: str) -> dict[str, int]:
         """Who has reached a barrier, or a later round of it, with their activities."""
+        _round_of(key)  # what is no barrier is refused, though nobody has arrived anywhere
         reached: dict[str, int] = {}
         for other, arrived in self._arrived.items():
             if is_as_far(other, key):
