@@ -226,15 +226,13 @@ class DeviceChannel:
         address, nbytes = segment.address, segment.nbytes
         try:
             region = regions.of(address)
-            if region is None or address + nbytes > region.start + region.size:
-                return None
-            block = self.lender.take_read(device)
-        except (CudaError, NoRoom):
+        except CudaError:
             return None
+        if region is None or address + nbytes > region.start + region.size:
+            return None
+        block = self._block_to_read(device)
         if block is None:
             return None
-        if not block.announced:
-            self._announce(block, ask=False)
         self.shown.show(region, device, block.flag.read, block.uses)
         in_place.append(InPlace(block, (segment.owner,)))
         return SegmentSpec(nbytes, block.name, region.number << PLACE_BITS | address - region.start)
@@ -252,13 +250,11 @@ class DeviceChannel:
                 if region is None or segment.address + segment.nbytes > region.start + region.size:
                     return None
                 found.append(region)
-            block = self.lender.take_read(lying.device)
-        except (CudaError, NoRoom):
+        except CudaError:
             return None
+        block = self._block_to_read(lying.device)
         if block is None:
             return None
-        if not block.announced:
-            self._announce(block, ask=False)
         placed = []
         shown: Region | None = None
         for segment, region in zip(lying.segments, found, strict=True):
@@ -269,6 +265,16 @@ class DeviceChannel:
             placed.append(SegmentSpec(segment.nbytes, block.name, place))
         in_place.append(InPlace(block, tuple([segment.owner for segment in lying.segments])))
         return placed
+
+    def _block_to_read(self, device: int) -> DeviceBlock | None:
+        """A block for the numbers of what the peer reads where it lies; None if none can be had."""
+        try:
+            block = self.lender.take_read(device)
+        except (CudaError, NoRoom):
+            return None
+        if block is not None and not block.announced:
+            self._announce(block, ask=False)
+        return block
 
     def _can_open(self, device: int) -> bool:
         """Whether the peer can open memory of this GPU. If that is not known it is asked."""
