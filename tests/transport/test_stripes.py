@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from telegrad.wire.block_notices import StripesReady
 from telegrad.wire.frame_reader import READ_SIZE
 from telegrad.wire.frames import HEADER, LENGTHS, MAGIC, STRIPED, VERSION, Frame, FrameKind, encode_prefix
 from telegrad.wire.messages import Ping, PythonReply
-from telegrad.wire.parts import LEAST_FIRST, MOST_STREAMS, STRIPE_FROM, cut, divide
+from telegrad.wire.parts import LEAST_FIRST, LEAST_PART, MOST_STREAMS, STRIPE_FROM, cut, divide
 from telegrad.wire.tensor.tensors import describe, rebuild
 from tests.waiting import wait_until
 
@@ -47,12 +48,14 @@ LARGE = 3 * 2**20 + 4  # bytes
     st.lists(st.integers(0, 50_000), min_size=1, max_size=6),
     st.integers(2, MOST_STREAMS),
     st.sampled_from([None, 1000]),
+    st.sampled_from([4096, 20 * 4096, LEAST_PART]),
 )
-def test_the_parts_are_all_of_it_in_order(sizes: list[int], streams: int, first: int | None) -> None:
+def test_the_parts_are_all_of_it_in_order(sizes: list[int], streams: int, first: int | None, least: int) -> None:
     sizes = [1000, *sizes]
     buffers = [random.Random(i).randbytes(size) for i, size in enumerate(sizes)]
     total = sum(sizes)
-    bounds = divide(total, streams, first)
+    with mock.patch("telegrad.wire.parts.LEAST_PART", least):
+        bounds = divide(total, streams, first)
     parts = [b"".join(part) for part in cut(buffers, bounds)]
     assert len(parts) == streams and b"".join(parts) == b"".join(buffers)
     lengths = [len(part) for part in parts]
@@ -61,6 +64,11 @@ def test_the_parts_are_all_of_it_in_order(sizes: list[int], streams: int, first:
         assert lengths.pop(0) == first
     assert lengths == sorted(lengths, reverse=True)  # of one size, and what is left
     assert len({length for length in lengths if length}) <= 2
+    assert all(length >= least for length in lengths[:-1] if length and length != min(filter(None, lengths)))
+
+
+def test_a_small_message_leaves_streams_out() -> None:
+    assert divide(STRIPE_FROM, 8) == [0, 2**19, 2**20, 3 * 2**19, *[2**21] * 5]
 
 
 def test_the_first_part_is_more_than_a_reader_takes_in_at_once() -> None:
@@ -207,7 +215,7 @@ def test_both_ends_send_at_once_and_neither_reads_before_it_has_sent(pair: Pair)
 def test_a_part_that_comes_late_holds_the_message_back_and_nothing_spins(pair: Pair) -> None:
     """What follows on the first stream is not read, no thread has to stay, and whoever left is called."""
     a, b = pair.ends
-    late = pair.sides[0][-1]
+    late = pair.sides[0][0]
     go = threading.Event()
     send = late.send
 

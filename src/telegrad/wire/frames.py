@@ -22,7 +22,7 @@ from telegrad.wire.tensor.small import rebuild_small
 from telegrad.wire.tensor.tensors import TensorSpec, rebuild
 
 MAGIC = b"Tg"
-VERSION = 3
+VERSION = 4
 HEADER = struct.Struct("<2sBBI")  # magic, version, form, length of the record
 LENGTHS = struct.Struct("<QQ")  # of the payload and of the inline segments
 # Forms: the record is all; or more follows it; or that comes over several streams, too (`parts.py`); or the record is

@@ -43,12 +43,13 @@ def fair_share(workers: int) -> int:
 def connections_for(workers: int, encrypted: bool) -> int:
     """TCP connections for one large message where so many workers share this host.
 
-    Four pay even where each worker has one core, since one thread works while others wait for their socket; two where
+    Eight pay even where each worker has one core, since one thread works while others wait for their socket; two where
     it has less than one, since others work meanwhile; more than eight gain little. With TLS the threads spend most of
     their time in short calls that need the GIL, and are in each other's way: one is as good as two, and more are
     worse."""
-    least = 4 if workers <= usable_cores() else 2
-    return 1 if encrypted else min(8, max(least, fair_share(workers)))
+    if encrypted:
+        return 1
+    return 8 if workers <= usable_cores() else 2
 
 
 def sealed_connections_for(workers: int) -> int:

@@ -31,7 +31,9 @@ from telegrad.wire.parts import LEAST_FIRST, cut, divide
 log = logging.getLogger("telegrad.transport")
 
 _LOOK_AGAIN_SECONDS = 1.0
-_AT_ONCE = 2**20  # bytes to be there before a thread reads: each time it wants the interpreter, which eight share
+# Bytes to be there before a thread reads: each time it wants the interpreter, which eight share. At most half of what is
+# missing: one that waits for all of a part may wait for what the kernel has no window for, until its time is up.
+_AT_ONCE = 2**20
 _SLOW_SECONDS = 0.02  # if it takes longer, whatever is there is read, so that others see that it comes
 # A reader that finds the rest of a message missing waits so long before it looks for other work: mostly it is there.
 _LEAST_WAIT = 0.02
@@ -82,6 +84,8 @@ class Stripes:
             if order.active:
                 _begin_on_gpu(parts)
             for side, part in zip(self._sides, parts[1:], strict=True):
+                if not part:
+                    break  # nor has any behind it
                 self._start(functools.partial(self._write, side, part, deadline, outcomes))
                 begun += 1
             _write_part(self._main, parts[0], deadline, blocked)
@@ -116,8 +120,9 @@ class Stripes:
         """A message with so much memory for its tensors begins to come: read its parts into it. With `upload`, what
         has come of them is taken on to a GPU."""
         bounds = divide(len(view), self.count, self._first)
-        arrival = Arrival(self, self._main, bounds[1], len(self._sides))
-        for side, (begin, end) in zip(self._sides, itertools.pairwise(bounds[1:]), strict=True):
+        elsewhere = [(begin, end) for begin, end in itertools.pairwise(bounds[1:]) if begin < end]
+        arrival = Arrival(self, self._main, bounds[1], len(elsewhere))
+        for side, (begin, end) in zip(self._sides, elsewhere, strict=False):  # small messages leave the last ones out
             reached = None if upload is None else upload.part(begin, end)
             self._start(functools.partial(self._read, side, view[begin:end], arrival, begin, reached))
         return arrival
@@ -134,7 +139,7 @@ class Stripes:
         try:
             at, end = 0, len(view)
             while at < end:
-                side.wait_for(min(_AT_ONCE, end - at))
+                side.wait_for(min(_AT_ONCE, (end - at) // 2 or 1))
                 if not side.readable(_SLOW_SECONDS):
                     side.wait_for(1)
                     if not side.readable(_LOOK_AGAIN_SECONDS):
