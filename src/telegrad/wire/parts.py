@@ -1,9 +1,9 @@
 """How the tensor bytes of one large frame are divided among several streams between the same two workers.
 
-Each stream carries one part, in the order of the streams; the first is the one that the frame itself is on. A frame that
-is not that large leaves nothing for the last of many streams. Both ends know the sizes from the frame's header, so a
-part needs no header of its own, and since each stream keeps the order of frames, nothing has to say which frame a part
-belongs to.
+Each stream carries one part, in the order of the streams; the first is the one that the frame itself is on. A frame
+that is not that large leaves nothing for the last of many streams. Both ends know the sizes from the frame's header, so
+a part needs no header of its own, and since each stream keeps the order of frames, nothing has to say which frame a
+part belongs to.
 """
 
 from collections.abc import Iterable, Sequence

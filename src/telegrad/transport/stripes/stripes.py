@@ -31,8 +31,8 @@ from telegrad.wire.parts import LEAST_FIRST, cut, divide
 log = logging.getLogger("telegrad.transport")
 
 _LOOK_AGAIN_SECONDS = 1.0
-# Bytes to be there before a thread reads: each time it wants the interpreter, which eight share. At most half of what is
-# missing: one that waits for all of a part may wait for what the kernel has no window for, until its time is up.
+# Bytes to be there before a thread reads: each time it wants the interpreter, which eight share. At most half of what
+# is missing: one that waits for all of a part may wait for what the kernel has no window for, until its time is up.
 _AT_ONCE = 2**20
 _SLOW_SECONDS = 0.02  # if it takes longer, whatever is there is read, so that others see that it comes
 # A reader that finds the rest of a message missing waits so long before it looks for other work: mostly it is there.
