@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,8 +16,12 @@ import torch
 from telegrad.cuda import order
 from telegrad.errors import AuthenticationError, RpcTimeout, SerializationError, WorkerDied
 from telegrad.rpc.agent import Agent
+from telegrad.rpc.client.reply_reader import BURST_CALLS
+from telegrad.rpc.round_trip import start_call, wait_for_value
+from telegrad.rpc.threads.yield_turn import local
 from telegrad.transport.faulty import Fault, FaultPlan, Faults
 from telegrad.transport.memory import MemoryListener, dial_memory
+from telegrad.wire.messages import Ping
 from tests.rpc.agents import agents, call, introduce, office, start_agent
 from tests.waiting import wait_until
 
@@ -279,6 +284,38 @@ def test_the_last_answers_of_a_burst_are_delivered(shared: bool) -> None:
         wait_until(lambda: not agents["b"].under_way())
         session.deliver(time.monotonic() + 60)
         assert waiting.result(60) == 1
+
+
+@pytest.mark.parametrize("has_more", [True, False])
+def test_what_others_wait_for_is_held_back_only_by_a_thread_that_has_more_to_serve(
+    has_more: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pass that goes to and fro, each message is waited for, however soon it follows the one before."""
+    with office("a", "b", heartbeat=60.0):
+        call("a", "b", count, "warm")
+        agent = agents["a"]
+        link = agent.link(agent.find("b"))
+        waiting = [start_call(agent, link, wait_at_gate, (f"{n}",), {}, 90.0) for n in range(BURST_CALLS + 1)]
+        connection = link.current
+        assert connection is not None
+        send, held = connection.send_encoded, []
+
+        def note(frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
+            held.append(hold)
+            send(frame, deadline, hold)
+
+        connection.send_encoded = note
+        monkeypatch.setattr(local, "turn", SimpleNamespace(has_more=has_more))
+        answered = threading.Semaphore(0)
+        for _ in range(3):
+            link.send(Ping(), timeout=0.0, what="a test", complete=lambda _: answered.release(), prompt=True)
+        monkeypatch.setattr(local, "turn", None)
+        assert held == [has_more] * 3
+        for _ in range(3):
+            assert answered.acquire(timeout=60)
+        gate.set()
+        for future in waiting:
+            wait_for_value(future)
 
 
 # --- the transport itself ---

@@ -22,6 +22,7 @@ from telegrad.rpc.client.reply_reader import BURST_CALLS, ReplyReader
 from telegrad.rpc.client.timeouts import NOT_CONNECTED, NOT_TAKEN, LateCalls, timeout_error
 from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.threads.delayed_flush import BURST, LAZY
+from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.torch_modes import stand_in
 from telegrad.rpc.workers import Member
 from telegrad.transport.connection import SMALL_PAYLOAD, Connection
@@ -34,7 +35,6 @@ from telegrad.wire.tensor.tensors import describe
 log = logging.getLogger("telegrad.rpc")
 
 NOTHING = Packed(b"", [])
-_AT_ONCE = 100e-6  # seconds between two messages of one burst
 
 
 class Link(Connecting):
@@ -47,7 +47,6 @@ class Link(Connecting):
         self.exhausted = (0.0, 0, 0)  # when the worker last said that what is asked waits, and why (`Exhausted`)
         self._late = LateCalls(self, self.completion.settle)
         self._notice_ids = itertools.count(1)
-        self._last_prompt = 0.0
         self.replies = ReplyReader(self)
         self.wait = self.replies.wait  # bound: a caller waits where the replies are read
         self.poll = self.replies.poll
@@ -79,7 +78,8 @@ class Link(Connecting):
     ) -> Slot:
         """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`.
 
-        A `prompt` one, which others wait for, is held back to share a write only where such follow each other at once.
+        A `prompt` one, which others wait for, is held back to share a write only if this thread has more to serve, which
+        is likely to send more of them.
 
         `definition` is that of the function the message calls by its number."""
         payload, tensors = packed.payload, packed.tensors
@@ -150,8 +150,8 @@ class Link(Connecting):
             self.pending.next_deadline = slot.deadline
             self.runtime.timer.at(slot.deadline, self.expire)
         if prompt:
-            before, self._last_prompt = self._last_prompt, now
-            return now - before < _AT_ONCE and len(self.pending.slots) > BURST_CALLS
+            turn = local.turn
+            return turn is not None and len(self.pending.slots) > BURST_CALLS and turn.has_more
         self.runtime.reply_events.asked(now)
         return len(self.pending.slots) > BURST_CALLS
 

@@ -220,6 +220,10 @@ class Session(Answers):
             raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
         served.handler(request)
 
+    def has_more(self, turn: "SessionTurn") -> bool:
+        """Whether the thread of this turn will go on with what has come meanwhile."""
+        return bool(self._inbox) and self._turn is turn
+
     def give_up(self, turn: "SessionTurn") -> None:
         """Let another thread serve: at once if requests are waiting here, else when one comes."""
         self._hand_over(turn)
@@ -377,6 +381,11 @@ class SessionTurn:
     def main_by_value(self) -> bool:
         """Whether what is of `__main__` must be sent whole to the caller."""
         return self.session.main_by_value
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more has come than the request that is being served."""
+        return self.session.has_more(self)
 
     def give_up(self) -> None:
         """Let another thread serve the session."""

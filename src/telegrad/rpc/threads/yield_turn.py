@@ -18,6 +18,10 @@ class Turn(Protocol):
     def main_by_value(self) -> bool:
         """Whether what is of `__main__` must be sent whole to the caller."""
 
+    @property
+    def has_more(self) -> bool:
+        """Whether more has come than the request that this thread runs."""
+
     def give_up(self) -> None:
         """Let another thread serve the link."""
 
