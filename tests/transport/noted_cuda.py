@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from telegrad.cuda import copy_kernel
+from telegrad.cuda.forms import Form
 from telegrad.cuda.runtime import Allocation, CudaError
 from telegrad.transport.device import blocks, borrowing, channel, grants, in_place, landing, leftovers, regions
 from telegrad.transport.device.blocks import SLAB
-from telegrad.wire.tensor.on_device import Form
 
 MEMORY = 64 * SLAB
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from telegrad.cuda.forms import Form
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.rpc.job.debug_waits import waits_of
 from telegrad.transport.blocks.mapping import Mapping
@@ -29,7 +30,6 @@ from telegrad.transport.device.landing import FIRST_GRANT
 from telegrad.wire.block_notices import GrantDeviceMemory
 from telegrad.wire.frames import FrameKind, SegmentSpec
 from telegrad.wire.messages import AnyMessage, Ping
-from telegrad.wire.tensor.on_device import Form
 from telegrad.wire.tensor.segments import Segment
 from telegrad.wire.tensor.specs import TensorSpec
 from tests.transport.noted_cuda import Noted, install

@@ -5,7 +5,7 @@ them is copied to the GPU in three steps, on a stream of their own, so that litt
 Nobody waits for that: whatever uses the tensors comes behind it on the GPU, and the memory that they came in is kept
 until the GPU has read it. The memory on the GPU is of torch's allocator. It was free when the message began, so the
 stream follows, as one of a request does, what had been answered until then (`order.follow_all`): that may still be at
-work in it.
+work in it. It is taken while the first bytes are coming (`Upload.prepare`): the threads that read need not wait for it.
 
 Only memory that is pinned already is used like that, which means that an earlier message came in it and was copied as a
 whole (`host.to_device`): pinning takes longer than what it would save. Until somebody takes the tensors, which may be
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from telegrad.cuda import order
+from telegrad.cuda.forms import Form, empty
 from telegrad.cuda.host import Copy, copy_together, on_device, to_device
 from telegrad.cuda.runtime import CudaError, runtime
 
@@ -35,6 +36,7 @@ log = logging.getLogger("telegrad.cuda")
 LEAST = 2**20  # bytes of a tensor from which this pays
 _STEPS = 8, 14, 16  # sixteenths of each part that have come when a step is made: a GPU is far ahead of any socket
 _IN_STEPS_FROM = 2**20  # bytes of a part
+_PREPARED_SECONDS = 60.0  # in which whoever began to read a message has done the rest, with much to spare
 _FIRST_OF_ALL = -1  # the priority of a stream of torch's: those are no request's and no pass's
 
 
@@ -45,6 +47,7 @@ class Wanted(NamedTuple):
     start: int
     nbytes: int
     device: torch.device
+    form: Form | None = None  # of the tensor they are, if they are one
 
 
 class Budget(Protocol):
@@ -65,14 +68,14 @@ def begin(memory: Any, offset: int, nbytes: int, wanted: Sequence[Wanted], budge
         return None
     try:
         return Upload(memory, offset, nbytes, wanted, budget)
-    except RuntimeError as error:  # torch's or CUDA's: there is no memory, which whoever takes the tensor is told
+    except RuntimeError as error:
         log.debug("a message is copied to the GPU when all of it is there: %s", error)
         return None
 
 
 class Upload:
-    """Copies of what has come of one message. Threads that read its parts enqueue them; one thread takes the tensors,
-    after all of it has come. `_lock` guards what is to come."""
+    """Copies of what has come of one message. Threads that read its parts enqueue them, once the one that began to read
+    it has prepared that; one thread takes the tensors, after all of it has come. `_lock` guards what is to come."""
 
     def __init__(self, memory: Any, offset: int, nbytes: int, wanted: Sequence[Wanted], budget: Budget) -> None:
         self._copying = False  # whether there may be copies that nobody waits for
@@ -91,9 +94,27 @@ class Upload:
         self._parts: list[list[int]] = []  # of each part: where it begins, and where each step of it ends
         self._wanted = wanted
         self._starts = [one.start for one in wanted]
-        order.follow_all(lambda index: _stream(torch.device("cuda", index)), order.now())
-        self._tensors = {one.segment: (one.device, allocate(one.nbytes, one.device)) for one in wanted}
-        self._targets = [self._tensors[one.segment][1].data_ptr() for one in wanted]
+        self._prepared = threading.Event()
+        self._tensors: dict[int, Tensor] = {}
+        self._targets: list[int] = []
+
+    def prepare(self) -> None:
+        """Take memory on the GPU. Before the first step is made, which waits for this."""
+        try:
+            order.follow_all(lambda index: _stream(torch.device("cuda", index)), order.now())
+            self._tensors = {one.segment: allocate(one) for one in self._wanted}
+            self._targets = [tensor.data_ptr() for tensor in self._tensors.values()]
+        except RuntimeError as error:  # torch's or CUDA's: there is no memory, which whoever takes the tensor is told
+            log.debug("a message is copied to the GPU when all of it is there: %s", error)
+            self._give_up()
+        finally:
+            self._prepared.set()
+
+    def _give_up(self) -> None:
+        self._failed = True
+        self._tensors = {}
+        for segment in list(self._reserved):
+            self._release(segment)
 
     def part(self, start: int, stop: int) -> Callable[[int], None]:
         """A thread reads the bytes from `start` to `stop`, in order: what it calls with the place it has reached.
@@ -120,6 +141,9 @@ class Upload:
 
     def _copy(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Enqueue copies of what is wanted of these bytes."""
+        if not self._prepared.wait(_PREPARED_SECONDS) or self._failed:
+            self._failed = True
+            return
         self._copying = True
         by_device: dict[int, list[Copy]] = {}
         for start, stop in ranges:
@@ -141,12 +165,12 @@ class Upload:
 
     def segment(self, number: int, view: memoryview) -> Any:
         """What stands for a segment of the message, which came in `view`."""
-        return Uploaded(self, number, view) if number in self._tensors else view
+        one = self._reserved.get(number)
+        return view if one is None else Uploaded(self, one, view)
 
-    def take(self, segment: int, device: torch.device) -> Tensor | None:
-        """The bytes of a segment on that device, for this thread's current stream; None if they are not there."""
-        meant, tensor = self._tensors[segment]
-        if meant != device or self._failed or self._to_come[-1]:
+    def take(self, segment: int) -> Tensor | None:
+        """What a segment was to become, for this thread's current stream; None if its bytes are not there."""
+        if self._failed or self._to_come[-1]:
             self._wait()
             return None
         if self._copying and not room_to_keep(self._memory):
@@ -156,10 +180,9 @@ class Upload:
         if self._copying:
             self._copying = False
             self._done = keep(self._memory, {one.device for one in self._wanted})
-        if device in self._done:
-            follow(self._done[device], device)
+        tensor = self._tensors[segment]
+        use_here(tensor, self._done.get(tensor.device))
         self._release(segment)
-        order.keep_memory([tensor])
         return tensor
 
     def _release(self, segment: int) -> None:
@@ -188,19 +211,35 @@ class Upload:
 class Uploaded:
     """A run of tensor bytes that went to a GPU as it came."""
 
-    __slots__ = ("_number", "_upload", "_view", "nbytes")
+    __slots__ = ("_upload", "_view", "_wanted", "device", "nbytes")
+    granted = True  # like memory that a peer was granted: its tensor is there, and only to be taken
 
-    def __init__(self, upload: Upload, number: int, view: memoryview) -> None:
+    def __init__(self, upload: Upload, wanted: Wanted, view: memoryview) -> None:
         self._upload = upload
-        self._number = number
+        self._wanted = wanted
         self._view = view
+        self.device = wanted.device.index
         self.nbytes = view.nbytes
+
+    def tensor(self, form: Form) -> Tensor:
+        """It as a tensor of this form; what follows on the current stream finds its bytes there."""
+        segment, _, _, device, known = self._wanted
+        tensor = self._upload.take(segment)
+        if tensor is not None and form == known:
+            return tensor
+        made = empty(form, device)
+        made.untyped_storage().copy_(to_device(self._view, device) if tensor is None else tensor.untyped_storage())
+        return made
+
+    def expect(self, forms: Sequence[Form], device: torch.device) -> None:
+        """The next ones come as these did."""
 
     def storage_on(self, device: torch.device) -> torch.UntypedStorage:
         """It in a storage of its own."""
-        tensor = self._upload.take(self._number, device)
-        if tensor is not None:
-            return tensor.untyped_storage()
+        if device == self._wanted.device:
+            tensor = self._upload.take(self._wanted.segment)
+            if tensor is not None:
+                return tensor.untyped_storage()
         if device.type == "cuda":
             return to_device(self._view, device)
         return torch.frombuffer(self._view, dtype=torch.uint8).to(device).untyped_storage()
@@ -215,8 +254,13 @@ _collecting = threading.Lock()
 
 def room_to_keep(memory: Any) -> bool:
     """Whether not too much is kept already to keep that as well."""
-    collect()
-    return sum([ctypes.sizeof(kept) for _, kept in list(_kept)]) + ctypes.sizeof(memory) <= _MOST_KEPT
+    if _kept_with(memory) > _MOST_KEPT:
+        collect()
+    return _kept_with(memory) <= _MOST_KEPT
+
+
+def _kept_with(memory: Any) -> int:
+    return sum([ctypes.sizeof(kept) for _, kept in list(_kept)]) + ctypes.sizeof(memory)
 
 
 def keep(memory: Any, devices: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Event]:
@@ -243,15 +287,20 @@ def collect() -> None:
         _collecting.release()
 
 
-def follow(event: torch.cuda.Event, device: torch.device) -> None:
-    """What this thread's current stream does from now on comes after that."""
-    torch.cuda.current_stream(device).wait_event(event)
+def use_here(tensor: Tensor, behind: torch.cuda.Event | None) -> None:
+    """What this thread's current stream does with a tensor from now on comes after an event, if there is one; and its
+    memory is not used again before that is done."""
+    stream = torch.cuda.current_stream(tensor.device)
+    if behind is not None:
+        stream.wait_event(behind)
+    tensor.record_stream(stream)
 
 
-def allocate(nbytes: int, device: torch.device) -> Tensor:
+def allocate(wanted: Wanted) -> Tensor:
     """Memory of the stream that copies to a device."""
-    with torch.cuda.stream(_stream(device)):
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    form = wanted.form or Form(torch.uint8, (wanted.nbytes,), ())
+    with torch.cuda.stream(_stream(wanted.device)):
+        return empty(form, wanted.device)
 
 
 def stream_of(device: torch.device) -> int:

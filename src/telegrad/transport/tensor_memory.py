@@ -28,7 +28,7 @@ from telegrad.transport.stream import Stream, is_running
 from telegrad.wire.block_notices import ReleaseBlocks, RetireBlocks
 from telegrad.wire.frames import INLINE, Frame, SegmentSpec, align, returned
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.tensor.on_device import device_of
+from telegrad.wire.tensor.on_device import came_as, device_of
 from telegrad.wire.tensor.segments import HOST
 from telegrad.wire.tensor.tensors import Segment, TensorSpec, segment_bytes, segment_view
 
@@ -204,9 +204,11 @@ class TensorMemory:
         if not order.active:
             return None
         goes: dict[int, str] = {}
+        alone: dict[int, TensorSpec | None] = {}  # the only tensor of a segment
         for spec in frame.tensors:
             if goes.setdefault(spec.segment, spec.device) != spec.device:
                 goes[spec.segment] = ""  # to several devices
+            alone[spec.segment] = None if spec.segment in alone else spec
         wanted: list[Wanted] = []
         end = 0
         for number, segment in enumerate(frame.segments):
@@ -217,7 +219,10 @@ class TensorMemory:
             if device is not None:
                 if not end <= segment.offset <= nbytes - segment.nbytes:
                     return None
-                wanted.append(Wanted(number, segment.offset, segment.nbytes, device))
+                only = alone[number]
+                came = None if only is None else came_as(only)
+                form = came.form if came is not None and came.nbytes == segment.nbytes else None
+                wanted.append(Wanted(number, segment.offset, segment.nbytes, device, form))
                 end = segment.offset + segment.nbytes
         return begin(memory, start, nbytes, wanted, budget)
 

@@ -51,6 +51,9 @@ class Upload(Protocol):
     def part(self, start: int, stop: int) -> Callable[[int], None]:
         """Somebody reads the bytes from `start` to `stop`: what to call with the place that was reached."""
 
+    def prepare(self) -> None:
+        """They have begun to read: get ready for what comes. Takes a while."""
+
 
 class _Lengths(NamedTuple):
     record: int
@@ -218,7 +221,10 @@ class FrameReader:
         elif total >= STRIPE_FROM and self.on_large is not None:
             self.on_large()
         view[: len(have)] = have
-        self._reached = None if upload is None else upload.part(0, self._here)
+        self._reached = None
+        if upload is not None:
+            self._reached = upload.part(0, self._here)
+            upload.prepare()
         self._large, self.target = _Large(lengths, memory, start, frame), view[len(have) :]
         self._start = self._end = 0
 

@@ -78,8 +78,8 @@ class Link(Connecting):
     ) -> Slot:
         """Send a request; its slot is completed by `complete`, or waited for with `wait`, or both if `attended`.
 
-        A `prompt` one, which others wait for, is held back to share a write only if this thread has more to serve, which
-        is likely to send more of them.
+        A `prompt` one, which others wait for, is held back to share a write only if this thread has more to serve,
+        which is likely to send more of them.
 
         `definition` is that of the function the message calls by its number."""
         payload, tensors = packed.payload, packed.tensors

@@ -13,6 +13,7 @@ import torch
 
 from telegrad.cuda import order, reads
 from telegrad.cuda.copy_kernel import copy_and_tell, copy_one_and_tell, give_back_counter, take_counter
+from telegrad.cuda.forms import Form
 from telegrad.cuda.gpus import visible_gpus
 from telegrad.cuda.runtime import HANDLE_BYTES, CudaError, runtime
 from telegrad.errors import ProtocolError, SerializationError
@@ -22,7 +23,6 @@ from telegrad.transport.device.flags import Patience, Promise, keep_promises
 from telegrad.transport.device.in_place import fence
 from telegrad.transport.device.leftovers import close_later
 from telegrad.transport.device.regions import MOST_NUMBERS, PLACE_BITS, PLACES, Opened, open_memory
-from telegrad.wire.tensor.on_device import Form
 
 log = logging.getLogger("telegrad.transport")
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from telegrad.cuda import order
 from telegrad.cuda.copy_kernel import copy_and_tell, copy_one_and_tell
+from telegrad.cuda.forms import Form
 from telegrad.cuda.gpus import gpu_id
 from telegrad.cuda.runtime import CudaError, runtime
 from telegrad.errors import SerializationError
@@ -44,7 +45,6 @@ from telegrad.wire.block_notices import (
 )
 from telegrad.wire.frames import SegmentSpec, align
 from telegrad.wire.messages import AnyMessage
-from telegrad.wire.tensor.on_device import Form
 from telegrad.wire.tensor.segments import Segment
 from telegrad.wire.tensor.specs import TensorSpec
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from telegrad.cuda import order
+from telegrad.cuda.forms import Form
 from telegrad.cuda.runtime import runtime
 from telegrad.transport.device.flags import Flag, Patience
 from telegrad.transport.device.regions import Region
-from telegrad.wire.tensor.on_device import Form
 from telegrad.wire.tensor.segments import contiguous_strides
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from telegrad.cuda import order
+from telegrad.cuda.forms import Form, empty
 from telegrad.cuda.runtime import CudaError, runtime
 from telegrad.errors import ProtocolError
 from telegrad.transport.device.blocks import budget
@@ -32,7 +33,6 @@ from telegrad.transport.device.offers import FIRST_GRANT
 from telegrad.transport.device.regions import Region, regions
 from telegrad.wire.block_notices import GrantDeviceMemory, GrantedPlace
 from telegrad.wire.frames import SegmentSpec
-from telegrad.wire.tensor.on_device import Form, empty
 from telegrad.wire.tensor.segments import contiguous_strides, element_span
 
 MOST_TENSORS = 8  # in a message that grants are made for

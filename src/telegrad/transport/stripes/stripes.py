@@ -81,13 +81,14 @@ class Stripes:
         parts = cut(buffers, divide(total, self.count, self._first))
         begun = 0
         try:
-            if order.active:
-                _begin_on_gpu(parts)
+            go_on = _begin_on_gpu(parts) if order.active else ()
             for side, part in zip(self._sides, parts[1:], strict=True):
                 if not part:
                     break  # nor has any behind it
                 self._start(functools.partial(self._write, side, part, deadline, outcomes))
                 begun += 1
+            for fill in go_on:
+                fill()
             _write_part(self._main, parts[0], deadline, blocked)
             if outcomes.qsize() < begun:
                 blocked()  # the peer may wait until what it sends is read, and this thread waits for the peer
@@ -265,15 +266,15 @@ class Arrival:
         return self._done.wait(max(seconds, _LEAST_WAIT))
 
 
-def _begin_on_gpu(parts: Sequence[Sequence[Any]]) -> None:
-    """Have what comes first of each part on its way from the GPU, before the threads that write them begin."""
+def _begin_on_gpu(parts: Sequence[Sequence[Any]]) -> list[Callable[[], None]]:
+    """Have what comes first of each part on its way from the GPU, before the threads that write them begin. What to
+    call when they have."""
     by_device: dict[int, list[host.DeviceBytes]] = {}
     for part in parts:
         first = next((data for data in part if type(data) is host.DeviceBytes), None)
         if first is not None:
             by_device.setdefault(first.device, []).append(first)
-    for several in by_device.values():
-        host.bring_down(several)
+    return [host.bring_down(several) for several in by_device.values()]
 
 
 def _write_part(stream: SocketStream, part: Sequence[Any], deadline: float | None, blocked: Callable[[], None]) -> None:

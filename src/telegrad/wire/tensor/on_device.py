@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from telegrad.cuda import order
+from telegrad.cuda.forms import Form, empty
 from telegrad.wire.tensor.assembly import checked_size, dtype_of, finish
 from telegrad.wire.tensor.segments import HOST, Segment, element_span
 from telegrad.wire.tensor.small import PLAIN_CODES
@@ -31,21 +32,6 @@ _MOST_STRIDE = 2**40  # no GPU has as much memory
 _MOST_DIMS = 64  # of a tensor, in torch
 _MOST_NAME = 16  # characters of a device
 _MOST_KNOWN = 1024
-
-
-class Form(NamedTuple):
-    """What a tensor is besides its bytes; no strides if it is contiguous."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def empty(form: Form, device: torch.device) -> Tensor:
-    """A tensor of this form, whose memory holds anything."""
-    if form.strides:
-        return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device)
-    return torch.empty(form.shape, dtype=form.dtype, device=device)
 
 
 _Kind = tuple[torch.dtype, torch.Size, bool, torch.layout]
@@ -108,7 +94,7 @@ def _with_strides(spec: TensorSpec, strides: tuple[int, ...]) -> TensorSpec:
     return msgspec.structs.replace(spec, strides=strides)
 
 
-class _Came(NamedTuple):
+class Came(NamedTuple):
     """What a spec says that `describe_on_device` could have made."""
 
     form: Form
@@ -116,11 +102,11 @@ class _Came(NamedTuple):
     nbytes: int
 
 
-_known: dict[TensorSpec, _Came] = {}  # what peers have said before, and it was looked at then: few, and small
+_known: dict[TensorSpec, Came] = {}  # what peers have said before, and it was looked at then: few, and small
 
 
-def _came(spec: TensorSpec) -> _Came | None:
-    """None for any other spec."""
+def came_as(spec: TensorSpec) -> Came | None:
+    """None for any other spec; of what peers say, so with every doubt."""
     found = _known.get(spec)
     if found is None and (found := _looked_at(spec)) is not None:
         if len(_known) >= _MOST_KNOWN:
@@ -129,7 +115,7 @@ def _came(spec: TensorSpec) -> _Came | None:
     return found
 
 
-def _looked_at(spec: TensorSpec) -> _Came | None:
+def _looked_at(spec: TensorSpec) -> Came | None:
     if (
         spec.kind
         or spec.offset
@@ -146,7 +132,7 @@ def _looked_at(spec: TensorSpec) -> _Came | None:
     if spec.strides and nbytes:
         nbytes = _strided_bytes(spec.shape, spec.strides, dtype.itemsize)
     device = device_of(spec.device)
-    return _Came(Form(dtype, spec.shape, spec.strides), device, nbytes) if nbytes and device is not None else None
+    return Came(Form(dtype, spec.shape, spec.strides), device, nbytes) if nbytes and device is not None else None
 
 
 def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> list[Tensor] | None:
@@ -155,10 +141,10 @@ def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> li
         return None
     if len(specs) == 1:
         return _rebuild_one(specs[0], buffers[0])
-    came: list[_Came] = []
+    came: list[Came] = []
     alike = True  # whether all came in the same way, to the same GPU
     for index, spec in enumerate(specs):
-        one, buffer = _came(spec), buffers[index]
+        one, buffer = came_as(spec), buffers[index]
         granted = getattr(buffer, "granted", None)
         if one is None or spec.segment != index or granted is None or one.nbytes != buffer.nbytes:
             return None
@@ -173,7 +159,7 @@ def rebuild_on_device(specs: Sequence[TensorSpec], buffers: Sequence[Any]) -> li
 
 def _rebuild_one(spec: TensorSpec, buffer: Any) -> list[Tensor] | None:
     """The same for the usual message, which has one tensor."""
-    came = _came(spec)
+    came = came_as(spec)
     granted = getattr(buffer, "granted", None)
     if came is None or spec.segment or granted is None or came.nbytes != buffer.nbytes:
         return None
@@ -189,7 +175,7 @@ def _rebuild_one(spec: TensorSpec, buffer: Any) -> list[Tensor] | None:
     return [finish(tensor, spec.flags) if spec.flags else tensor]
 
 
-def _take(came: Sequence[_Came], buffers: Sequence[Any]) -> list[Tensor] | None:
+def _take(came: Sequence[Came], buffers: Sequence[Any]) -> list[Tensor] | None:
     """All that the sender wrote to memory of this process, or copies of all that came in one block."""
     first, device = buffers[0], came[0].device
     forms = [one.form for one in came]
@@ -208,7 +194,7 @@ def _take(came: Sequence[_Came], buffers: Sequence[Any]) -> list[Tensor] | None:
     return tensors
 
 
-def _take_each(came: Sequence[_Came], buffers: Sequence[Any]) -> list[Tensor] | None:
+def _take_each(came: Sequence[Came], buffers: Sequence[Any]) -> list[Tensor] | None:
     """The same for what came in several blocks, or goes to several GPUs."""
     if any(buffer.granted for buffer in buffers):
         return None
