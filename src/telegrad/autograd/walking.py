@@ -86,5 +86,5 @@ def walk_ahead(context: Context, message_id: MessageId) -> None:
     if send is not None and not send.at_leaves and context.latest is None:
         edges, leaves, found = walk(send.edges, _FEW)
         if len(found) <= _FEW:
-            walked: Walked = edges, leaves, may_share(edges, leaves)
+            walked: Walked = edges, leaves, may_share(edges, leaves) if leaves else []
             context.ahead = message_id, walked
