@@ -246,3 +246,15 @@ def test_a_leaf_that_nobody_observes_has_a_gradient_that_took_long() -> None:
                 total = autograd.get_gradients(context_id)[x] * 1
         stream.synchronize()
         assert total.unique().tolist() == [6.0]
+
+
+def test_the_sum_of_two_passes_over_a_leaf_that_nobody_observes() -> None:
+    """The second adds what took long to what took long, on streams of its own."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.ones(SIZE, device="cuda", requires_grad=True)
+        with autograd.context() as context_id:
+            for _ in range(2):
+                autograd.backward(context_id, [rpc.rpc_sync("worker1", slow_gradient, args=(x,)).sum()])
+            total = autograd.get_gradients(context_id)[x] * 1
+        torch.cuda.current_stream().synchronize()
+    assert total.unique().tolist() == [12.0]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from telegrad import trace
+from telegrad.autograd.context import Context
 from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.cuda import order
 from telegrad.engine.local.graph import Graph
@@ -129,12 +130,12 @@ def test_one_that_was_given_up_takes_nothing(last: list[Graph]) -> None:
 
 def test_gradients_that_cannot_be_kept_end_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Root()
-    error = MemoryError("no room for their sum")
+    error = MemoryError("no room for a dict")
 
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(type(root.context), "accumulate", refuse)
+    monkeypatch.setattr(Context, "accumulate", refuse)
     root.hear(gradient())
     assert root.pass_.error is error and root.pass_.over and not root.pass_.done and root.released()
 
@@ -149,12 +150,26 @@ def test_what_another_thread_runs_comes_first(last: list[Graph]) -> None:
     assert last and root.context.gradients[root.x].tolist() == [1.0, 10.0] and root.released()
 
 
-def test_a_second_pass_adds_its_gradients(last: list[Graph]) -> None:
+def test_a_second_pass_adds_its_gradients_on_the_streams_of_the_pass(
+    monkeypatch: pytest.MonkeyPatch, last: list[Graph]
+) -> None:
+    for name, value in (("active", True), ("_devices", []), ("_local", order._Local())):
+        monkeypatch.setattr(order, name, value)
+    lanes: list[object] = []
+    accumulate = Context.accumulate
+
+    def noted(context: Context, gradients: Any) -> None:
+        lanes.append(order.current_lane())
+        accumulate(context, gradients)
+
+    monkeypatch.setattr(Context, "accumulate", noted)
     root = Root()
     root.hear(gradient())
+    assert not last
     root.pass_ = root.begin()
     root.hear(gradient())
-    assert not last and root.context.gradients[root.x].tolist() == [2.0, 20.0]
+    assert last and root.context.gradients[root.x].tolist() == [2.0, 20.0]
+    assert lanes[1] is root.pass_.lane, "no other thread and no other stream adds"
 
 
 def test_it_is_on_the_timeline_and_a_profile_has_the_engine(monkeypatch: pytest.MonkeyPatch, last: list[Graph]) -> None:

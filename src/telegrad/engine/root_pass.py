@@ -134,6 +134,7 @@ class RootPass(Pass):
                 or self._running
                 or self._roots
                 or self._untold
+                or self.context.gradients  # to add them to those of an earlier pass takes the streams of this one
                 or self.context.profile is not None
                 or not are_taken_as_they_are(gradients)
             ):
@@ -144,7 +145,7 @@ class RootPass(Pass):
             trace.recorder.span("region (last)", "backward", trace.now())
         try:
             self._all_has_run(dict(zip(leaves, gradients, strict=True)))
-        except BaseException as error:  # to add them to those of an earlier pass may take more memory than there is
+        except BaseException as error:
             self._running = False
             self.fail(error)
         return True
