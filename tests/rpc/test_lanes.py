@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from telegrad.cuda import order
+from telegrad.engine.on_lane import PassOnLane
+from telegrad.engine.passes import Pass
 from telegrad.ids import ContextId, Incarnation, WorkerId
 from telegrad.rpc.request import Request
 from telegrad.rpc.server import session as sessions
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.wire.frames import Frame, FrameKind
-from telegrad.wire.messages import AnyMessage, BeginPass, CleanupAutogradContext
+from telegrad.wire.messages import Ack, AnyMessage, BeginPass, CleanupAutogradContext
 from tests.rpc.quiet import Events, quiet_runtime, serve_with
 
 
@@ -86,12 +88,12 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     )
     calls = SimpleNamespace(
         _cuda_getCurrentStream=lambda device: current.get(device, (0, device, 1)),
-        _cuda_getCurrentRawStream=lambda device: current.get(device, (0, device, 1))[0],
         _cuda_setStream=lambda stream_id, device_index, device_type: current.update(
             {device_index: (stream_id, device_index, device_type)}
         ),
     )
     monkeypatch.setattr(order, "torch", SimpleNamespace(cuda=stand_in, _C=calls, autograd=torch.autograd))
+    monkeypatch.setattr(order, "current_stream", lambda device: current.get(device, (0, device, 1))[0])
     for name, value in (("_devices", []), ("_lanes", []), ("_free", []), ("active", False)):
         monkeypatch.setattr(order, name, value)
     monkeypatch.setattr(order, "_local", order._Local())
@@ -134,3 +136,98 @@ def test_the_default_streams_are_those_of_a_device_that_comes_later_too(use: Cal
     with order.on(lane):
         assert order.current_stream(1) == 0
     assert lane.handles == {0: 0, 1: 0}
+
+
+def test_a_pass_on_the_default_streams_leaves_nothing_to_be_waited_for(use: Callable[[int], None]) -> None:
+    use(0)
+    lane = order.default_lane()
+    order.end(lane)
+    order.join()
+    assert not order._lanes and not lane.ended
+
+
+def test_what_ended_on_a_lane_is_joined(use: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    use(0)
+    ours = Stream(0, 50)
+    monkeypatch.setattr(order.torch.cuda, "current_stream", lambda _: ours, raising=False)
+    order.join()
+    assert not ours.waits
+    lane = order.take()
+    lane.stream(0).busy = True
+    order.join()
+    assert not ours.waits, "it has not been answered"
+    order.end(lane)
+    order.join()
+    assert ours.waits == [lane.stream(0)]
+
+
+class NotedPass(Pass):
+    """Notes the lane that the parts of it run on, and whether that has ended when it is answered."""
+
+    service: Any
+    context = None  # type: ignore[assignment] # it has none
+
+    def __init__(self, *to_answer: Request) -> None:
+        self.ran_on: list[Any] = []
+        self._to_answer, self._for_root = to_answer, []
+        self.service = self
+
+    def answer(self, request: Any, ended: Pass, carried: Any) -> None:
+        request.reply(Ack())
+
+    def begin(self, heard: Any = None, roots: Any = None) -> None:
+        self._run(None, None)  # type: ignore[arg-type] # as a pass does when it has made its graph
+
+    def _run(self, graph: Any, taken: Any) -> None:
+        self.ran_on.append((order.current_lane(), order.current_stream(0)))
+
+
+class NotedOnLane(PassOnLane, NotedPass):
+    """The same on a lane."""
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["in a request", "elsewhere"])
+def test_all_that_a_pass_runs_is_on_its_lane(use: Callable[[int], None], within: bool) -> None:
+    use(0)
+    if within:
+        lane = order.take()
+        with order.on(lane):
+            pass_ = NotedOnLane()
+            pass_.begin()
+    else:
+        pass_ = NotedOnLane()
+        lane = pass_.lane
+        pass_.begin()
+    assert pass_.ran_on == [(lane, lane.handles[0])]
+    assert order.current_lane() is None and order.current_stream(0) == 0
+
+
+@pytest.mark.parametrize("where", ["its own lane", "another", "none"])
+def test_others_follow_a_pass_before_its_answer_leaves(use: Callable[[int], None], where: str) -> None:
+    use(0)
+    shared, _ = quiet_runtime()
+    session: Any = Session(shared, Events(), Member("caller", WorkerId(1), Incarnation(1), (), 0), False)
+    answered: list[bool] = []
+    session.reply = lambda *_, **__: answered.append(pass_.lane.ended and pass_.lane.unfinished)
+    request = Request(session, Frame(FrameKind.REQUEST, 1, 0, BeginPass(1, 2, WorkerId(1), False, ())))
+    lane = order.take()
+    lane.stream(0).busy = True
+    with order.on(lane):
+        pass_ = NotedOnLane(request)
+        if where == "its own lane":
+            pass_._end()
+    if where == "another":
+        with order.on(order.take()):
+            pass_._end()
+    elif where == "none":
+        order.torch.cuda.current_stream = order._default_stream
+        pass_._end()
+    assert pass_.lane is lane and answered == [True]
+
+
+def test_one_that_answers_nobody_ends_its_lane(use: Callable[[int], None]) -> None:
+    use(0)
+    with order.on(order.take()):
+        pass_ = NotedOnLane()
+        pass_._end()
+        assert pass_.lane.ended

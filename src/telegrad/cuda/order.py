@@ -139,9 +139,7 @@ def devices() -> list[torch.device]:
 # --- lanes ---
 
 
-def now() -> int:
-    """A moment, to compare with others of this process."""
-    return time.monotonic_ns()
+now = time.monotonic_ns  # a moment, to compare with others of this process
 
 
 def take(arrived: int = 0) -> Lane:
@@ -229,9 +227,11 @@ class _DefaultLane(Lane):
 
 
 def end(lane: Lane) -> None:
-    """A request or a pass on this lane is about to be answered: from now on others follow its work."""
-    with _lock:
-        _end(lane)
+    """A request or a pass on this lane is about to be answered: from now on others follow its work. They always follow
+    the default streams."""
+    if type(lane) is Lane:
+        with _lock:
+            _end(lane)
 
 
 def _end(lane: Lane) -> None:
@@ -324,9 +324,12 @@ def staying_on(lane: Lane) -> contextlib.AbstractContextManager[None]:
 _Raw: TypeAlias = tuple[int, int, int]  # a stream's id, its device, the kind of device
 
 
-def current_stream(device: int) -> int:
-    """The current stream of this thread on a device, as the CUDA runtime knows it."""
-    return torch._C._cuda_getCurrentRawStream(device)
+def _no_stream(device: int) -> int:
+    raise RuntimeError(f"cuda:{device} has no streams: this torch was not built for CUDA")
+
+
+# The current stream of this thread on a device, as the CUDA runtime knows it. Asked for several times for each message.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
 
 
 def _set_current(streams: list[_Raw]) -> None:
@@ -382,7 +385,8 @@ def back_on_lane(tensors: Iterable[Tensor | None]) -> Iterator[None]:
 
 def join() -> None:
     """What requests and passes that ended here left on their streams is seen by this thread's from now on."""
-    _follow(torch.cuda.current_stream, now())
+    if _lanes:
+        _follow(torch.cuda.current_stream, now())
 
 
 class Mark(NamedTuple):

@@ -43,8 +43,7 @@ class PassOnLane(Pass):
         """Start, with what the first word of the pass brought."""
         gradients = roots.gradients if roots is not None else heard[1] if heard is not None else None
         order.hand_over(gradients or (), self.lane)
-        with order.staying_on(self.lane):
-            super().begin(heard, roots)
+        super().begin(heard, roots)
 
     def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
         """A Send of this worker has its gradients, or none will come."""
@@ -68,7 +67,8 @@ class PassOnLane(Pass):
         return nearly
 
     def _end(self) -> None:
-        order.end(self.lane)
+        if not self._to_answer or order.current_lane() is not self.lane:  # else the answer says so when it leaves
+            order.end(self.lane)
         try:
             super()._end()
         finally:
