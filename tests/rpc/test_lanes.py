@@ -87,12 +87,12 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
         set_device=lambda _: None,
     )
     calls = SimpleNamespace(
-        _cuda_getCurrentStream=lambda device: current.get(device, (0, device, 1)),
         _cuda_setStream=lambda stream_id, device_index, device_type: current.update(
             {device_index: (stream_id, device_index, device_type)}
         ),
     )
     monkeypatch.setattr(order, "torch", SimpleNamespace(cuda=stand_in, _C=calls, autograd=torch.autograd))
+    monkeypatch.setattr(order, "_current_raw", lambda device: current.get(device, (0, device, 1)))
     monkeypatch.setattr(order, "current_stream", lambda device: current.get(device, (0, device, 1))[0])
     for name, value in (("_devices", []), ("_lanes", []), ("_free", []), ("active", False)):
         monkeypatch.setattr(order, name, value)
@@ -136,6 +136,32 @@ def test_the_default_streams_are_those_of_a_device_that_comes_later_too(use: Cal
     with order.on(lane):
         assert order.current_stream(1) == 0
     assert lane.handles == {0: 0, 1: 0}
+
+
+@pytest.mark.parametrize("before", [[], [0], [0, 1]])
+def test_a_device_may_come_into_use_while_a_thread_is_on_a_lane(use: Callable[[int], None], before: list[int]) -> None:
+    for device in before:
+        use(device)
+    lane = order.take()
+    with order.on(lane):
+        use(2)
+        with order.on(lane):
+            assert [order.current_stream(device) for device in (*before, 2)] == [*lane.handles.values()]
+        assert order.current_stream(2) == 0
+        assert [order.current_stream(device) for device in before] == [lane.handles[device] for device in before]
+    assert [order.current_stream(device) for device in (*before, 2)] == [0] * (len(before) + 1)
+
+
+def test_a_torch_without_cuda_has_lanes_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other workers of its job may have GPUs."""
+    for name, value in (("_devices", []), ("_lanes", []), ("_free", []), ("active", True), ("_local", order._Local())):
+        monkeypatch.setattr(order, name, value)
+    for lane in (order.take(), order.default_lane()):
+        with order.on(lane), order.staying_on(lane):
+            assert order.current_lane() is lane
+    if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        with pytest.raises(RuntimeError, match="cuda:0 has no streams"):
+            order.current_stream(0)
 
 
 def test_a_pass_on_the_default_streams_leaves_nothing_to_be_waited_for(use: Callable[[int], None]) -> None:

@@ -296,13 +296,13 @@ class on:  # noqa: N801 - used like a function; a class, because each request en
         lane = self._lane
         streams = lane.raw()
         self._outer, _local.lane = _local.lane, lane
-        self._before = [torch._C._cuda_getCurrentStream(device) for _, device, _ in streams]
+        self._before = [*map(_current_raw, _devices)]
         if self._before != streams:  # a pass that begins within a request is on its lane
             _set_current(streams)
 
     def __exit__(self, *_: object) -> None:
         _local.lane = self._outer
-        if self._before != [torch._C._cuda_getCurrentStream(device) for _, device, _ in self._before]:
+        if self._before != [*map(_current_raw, _devices)]:
             _set_current(self._before)
 
 
@@ -324,15 +324,19 @@ def staying_on(lane: Lane) -> contextlib.AbstractContextManager[None]:
 _Raw: TypeAlias = tuple[int, int, int]  # a stream's id, its device, the kind of device
 
 
-def _no_stream(device: int) -> int:
+def _no_stream(device: int) -> Any:
     raise RuntimeError(f"cuda:{device} has no streams: this torch was not built for CUDA")
 
 
 # The current stream of this thread on a device, as the CUDA runtime knows it. Asked for several times for each message.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
+_current_raw: Callable[[int], _Raw] = getattr(torch._C, "_cuda_getCurrentStream", _no_stream)
 
 
 def _set_current(streams: list[_Raw]) -> None:
+    """Of devices that have come into use since these were noted, the streams stay as they are."""
+    if not streams:
+        return
     if len(_devices) == 1:
         ((stream_id, index, kind),) = streams
         torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)

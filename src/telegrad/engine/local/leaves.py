@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -22,19 +23,17 @@ from torch.autograd.graph import GradientEdge, Node
 from telegrad.autograd.functions import Gradients, anchored
 
 _hooks_lock = threading.Lock()
-_grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
-_is_there = partial(is_not, None)  # with `map`, in C: most leaves have no `.grad` before a pass
+_grad_of: Callable[[Tensor], Any] = attrgetter("grad")
+_is_there = partial(is_not, None)  # with `map`, in C
 
 
 def take_grads(leaves: Collection[Tensor]) -> dict[Tensor, Tensor]:
     """Empty `.grad` of `leaves`, which the caller has claimed: what was there. Before an engine call, the user's; after
     it, what the call wrote."""
-    found = {}
-    if any(map(_is_there, map(_grad_of, leaves))):
-        for leaf in leaves:
-            if (grad := leaf.grad) is not None:
-                found[leaf] = grad
-                leaf.grad = None
+    grads = [*map(_grad_of, leaves)]
+    found = dict(compress(zip(leaves, grads, strict=True), map(_is_there, grads)))
+    for leaf in found:
+        leaf.grad = None
     return found
 
 
