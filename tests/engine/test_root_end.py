@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import SendNode, attach_recv
-from telegrad.cuda import order
+from telegrad.cuda import lanes, order
 from telegrad.engine.local.graph import Graph
 from telegrad.engine.on_lane import RootPassOnLane
 from telegrad.engine.passes import Roots
@@ -63,6 +63,13 @@ def last(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 
     monkeypatch.setattr(Graph, "run_last", run)
     return ran
+
+
+def with_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with CUDA tensors, but for the devices."""
+    monkeypatch.setattr(order, "active", True)
+    monkeypatch.setattr(order, "used", [])
+    monkeypatch.setattr(lanes, "_local", lanes._Local())
 
 
 def gradient() -> Tensor:
@@ -153,13 +160,12 @@ def test_what_another_thread_runs_comes_first(last: list[Graph]) -> None:
 def test_a_second_pass_adds_its_gradients_on_the_streams_of_the_pass(
     monkeypatch: pytest.MonkeyPatch, last: list[Graph]
 ) -> None:
-    for name, value in (("active", True), ("_devices", []), ("_local", order._Local())):
-        monkeypatch.setattr(order, name, value)
-    lanes: list[object] = []
+    with_lanes(monkeypatch)
+    ran_on: list[object] = []
     accumulate = Context.accumulate
 
     def noted(context: Context, gradients: Any) -> None:
-        lanes.append(order.current_lane())
+        ran_on.append(lanes.current_lane())
         accumulate(context, gradients)
 
     monkeypatch.setattr(Context, "accumulate", noted)
@@ -169,7 +175,7 @@ def test_a_second_pass_adds_its_gradients_on_the_streams_of_the_pass(
     root.pass_ = root.begin()
     root.hear(gradient())
     assert last and root.context.gradients[root.x].tolist() == [2.0, 20.0]
-    assert lanes[1] is root.pass_.lane, "no other thread and no other stream adds"
+    assert ran_on[1] is root.pass_.lane, "no other thread and no other stream adds"
 
 
 def test_it_is_on_the_timeline_and_a_profile_has_the_engine(monkeypatch: pytest.MonkeyPatch, last: list[Graph]) -> None:
@@ -196,8 +202,7 @@ class Profile:
 
 def test_what_came_on_other_streams_is_handed_over_first(monkeypatch: pytest.MonkeyPatch, last: list[Graph]) -> None:
     handed: list[tuple[Any, Any]] = []
-    for name, value in (("active", True), ("_devices", []), ("_local", order._Local())):
-        monkeypatch.setattr(order, name, value)
+    with_lanes(monkeypatch)
     root = Root()
     assert type(root.pass_) is RootPassOnLane
     came = gradient()

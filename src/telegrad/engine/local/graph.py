@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, TAKER, Gradients, Taker, set_state, taker
 from telegrad.autograd.walking import Walked, may_share, walk
-from telegrad.cuda import order
+from telegrad.cuda import lanes, order
 from telegrad.engine.local.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.local.cut import cut_before
 from telegrad.engine.local.leaves import LeafSums, hooks_held, put_back, shared_held, take_grads
@@ -242,7 +242,7 @@ class Graph:
         if taker() != self._taker:
             return None  # another engine call over the same graph: of another pass, or a user's own
         if order.active:
-            with order.back_on_lane(leaving):  # a node runs on the streams of its forward
+            with lanes.back_on_lane(leaving):  # a node runs on the streams of its forward
                 return cut.keep(node, leaving, self._add)
         return cut.keep(node, leaving, self._add)
 
