@@ -9,7 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import ANCHOR, SendNode
-from telegrad.autograd.walking import walk, walk_ahead
+from telegrad.autograd.walking import may_share, walk, walk_ahead
 from telegrad.ids import ContextId, MessageId, WorkerId
 
 MESSAGE = MessageId(7)
@@ -99,3 +99,51 @@ def test_nothing_is_kept_of_leaves_of_an_ended_context_or_within_a_pass() -> Non
     assert context.ahead is None
     walk_ahead(context, MESSAGE)  # its Send is gone
     assert context.ahead is None
+
+
+class Twice(torch.autograd.Function):
+    """A node of the user's own, which may hand on anything."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return one.sum() + other.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+def nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("make", "shares"),
+    [
+        (lambda: leaf() + leaf(), True),
+        (lambda: leaf() + torch.ones(1, requires_grad=True), False),
+        (lambda: leaf() * leaf(), False),
+        (lambda: (one := leaf()) + one, False),
+        (lambda: leaf() + 1 + leaf() * 2, False),
+        (lambda: Twice.apply(leaf(), leaf()), True),
+        (lambda: Twice.apply(leaf(), torch.ones(3, requires_grad=True)), False),
+        (lambda: nested() + nested(), True),
+    ],
+)
+def test_which_nodes_may_give_leaves_a_gradient_in_common(make: Any, shares: bool) -> None:
+    made = make()
+    edges, leaves, _ = walk([get_gradient_edge(made)])
+    assert may_share(edges, leaves) == ([made.grad_fn] if shares else [])
+    context = context_with(made) if not made.is_nested else None
+    if context is not None:
+        walk_ahead(context, MESSAGE)
+        assert context.walked_from(MESSAGE)[2] == may_share(edges, leaves)
+
+
+def test_what_becomes_of_a_leaf_later_changes_nothing() -> None:
+    x, w = leaf(), leaf()
+    y = x + w
+    w.data = torch.ones(1)
+    edges, leaves, _ = walk([get_gradient_edge(y)])
+    assert may_share(edges, leaves) == [y.grad_fn]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
+from telegrad.engine import spare_ones
 from tests.cluster import Cluster
 from tests.cuda.helpers import LONG, SIZE, add, echo, plus_one_slowly, slow, warm
 
@@ -201,3 +202,59 @@ def test_an_echo_through_a_chain_of_streams() -> None:
     for _ in range(5):
         x = rpc.rpc_sync("worker1", echo, args=(x + 1,))
     assert x.unique().tolist() == [6.0]
+
+
+def _gradient_of_five(x: Tensor) -> list[float]:
+    """The gradient of one pass, whose loss has a hook that changes what the pass starts from."""
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", add, args=(x, x)).sum()
+        assert loss.dim() == 0
+        loss.register_hook(lambda gradient: gradient.mul_(5))
+        autograd.backward(context_id, [loss])
+        return autograd.get_gradients(context_id)[x].unique().tolist()
+
+
+def test_each_pass_starts_from_a_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(SIZE, device="cuda", requires_grad=True)
+    _gradient_of_five(x)
+    assert spare_ones._local.spare is not None
+    made = spare_ones.torch.ones_like
+    launched: list[object] = []
+    monkeypatch.setattr(torch, "ones_like", lambda *given, **named: (launched.append(given), made(*given, **named))[1])
+    assert [_gradient_of_five(x) for _ in range(4)] == [[10.0]] * 4
+    assert not launched, "none was made while others waited for it"
+
+
+def test_a_one_made_behind_a_long_kernel_is_used_on_its_stream_alone() -> None:
+    x = torch.ones(SIZE, device="cuda", requires_grad=True)
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG)
+            assert _gradient_of_five(x) == [10.0]
+            torch.cuda._sleep(LONG)  # in front of what the next pass leaves
+        assert _gradient_of_five(x) == [10.0]
+
+
+def test_a_leaf_that_nobody_observes_has_a_gradient_that_took_long() -> None:
+    """It is kept without the engine, on whichever streams it came."""
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            x = torch.ones(SIZE, device="cuda", requires_grad=True)
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [rpc.rpc_sync("worker1", slow_gradient, args=(x,)).sum()])
+                total = autograd.get_gradients(context_id)[x] * 1
+        stream.synchronize()
+        assert total.unique().tolist() == [6.0]
+
+
+def test_the_sum_of_two_passes_over_a_leaf_that_nobody_observes() -> None:
+    """The second adds what took long to what took long, on streams of its own."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.ones(SIZE, device="cuda", requires_grad=True)
+        with autograd.context() as context_id:
+            for _ in range(2):
+                autograd.backward(context_id, [rpc.rpc_sync("worker1", slow_gradient, args=(x,)).sum()])
+            total = autograd.get_gradients(context_id)[x] * 1
+        torch.cuda.current_stream().synchronize()
+    assert total.unique().tolist() == [12.0]

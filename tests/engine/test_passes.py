@@ -10,6 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.functions import SendNode, attach_recv
 from telegrad.autograd.registry import Registry
+from telegrad.autograd.walking import walk_ahead
+from telegrad.engine.local import graph
 from telegrad.engine.passes import Pass, Roots
 from telegrad.engine.service import PassService
 from telegrad.errors import AutogradError, GradientMismatch, WorkerDied
@@ -268,3 +270,56 @@ def test_the_root_hears_its_roots_like_a_send() -> None:
     pass_.begin(roots=Roots((get_gradient_edge(loss),), [torch.ones(())]))
     assert part.ended == [pass_]
     assert part.context.gradients[part.weight].tolist() == [2.0, 2.0]
+
+
+# --- a graph that was walked over ahead ---
+
+
+class TwoLeaves(Part):
+    """A worker that answered with twice the sum of two leaves, and looked at its graph while it waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        total = self.one + self.other
+        self.handed_on: list[int] = []  # where the gradient is that both leaves are given
+        total.grad_fn.register_hook(lambda leaving, _: self.handed_on.append(leaving[0].data_ptr()))
+        self.context.add_send(SendNode(SENT, PEER, [total * 2]))
+        walk_ahead(self.context, SENT)
+        assert self.context.ahead is not None
+
+    def all_copied(self) -> bool:
+        found = self.context.gradients
+        assert len(self.handed_on) == 1
+        return len({found[self.one].data_ptr(), found[self.other].data_ptr(), *self.handed_on}) == 3
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_leaves_have_no_gradient_in_common_if_the_graph_was_known_before(
+    retain_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = TwoLeaves()
+    monkeypatch.setattr(graph, "may_share", None)  # it is known
+    part.service.join(part.context, PassId(0), ROOT, retain_graph, ())[0].begin((SENT, gradient()))
+    found = part.context.gradients
+    assert found[part.one].tolist() == found[part.other].tolist() == [2.0, 20.0]
+    assert part.all_copied()
+
+
+def test_nor_if_one_of_them_is_also_sent_by_itself() -> None:
+    part = TwoLeaves()
+    part.context.add_send(SendNode(LATER, PEER, [part.one]))
+    pass_ = part.enter()
+    pass_.begin((SENT, gradient()))
+    pass_.hear_and_run(LATER, gradient())
+    found = part.context.gradients
+    assert found[part.one].tolist() == [3.0, 30.0] and found[part.other].tolist() == [2.0, 20.0]
+    assert part.all_copied()
+
+
+def test_nor_if_the_user_gives_one_another_shape_meanwhile() -> None:
+    part = TwoLeaves()
+    part.other.data = torch.ones(1)
+    pass_ = part.enter()
+    pass_.begin((SENT, gradient()))
+    assert pass_.error is not None or part.all_copied()  # torch itself may refuse it

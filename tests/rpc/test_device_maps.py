@@ -19,7 +19,7 @@ from telegrad.wire.tensor.specs import TensorSpec
 def no_gpu_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs of these records do not exist, so this process must not go on as if it used them."""
     monkeypatch.setattr(order, "active", order.active)
-    monkeypatch.setattr(order, "_devices", list(order._devices))
+    monkeypatch.setattr(order, "used", list(order.used))
 
 
 def member(number: int, gpus: tuple[str, ...] = ("a", "b"), **fields: Any) -> Member:

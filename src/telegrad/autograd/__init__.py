@@ -13,7 +13,7 @@ from torch import Tensor
 from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.registry import current, registry, within
-from telegrad.cuda import order
+from telegrad.cuda import lanes, order
 from telegrad.errors import AutogradError
 from telegrad.ids import ContextId
 
@@ -109,7 +109,7 @@ def get_gradients(context_id: int, worker: str | int | None = None) -> dict[Tens
     if not found.usable:
         found.check_usable()
     if order.active:
-        order.adopt(found.gradients.values())
+        lanes.adopt(found.gradients.values())
     return dict(found.gradients)
 
 

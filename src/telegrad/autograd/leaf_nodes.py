@@ -8,7 +8,7 @@ mark is put on the node, and if that is gone once we have let go of the node, no
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ def held_by_nobody(edges: list[GradientEdge]) -> bool:
     return all(gone() is None for gone in marks)
 
 
-def are_taken_as_they_are(gradients: Sequence[Tensor | None]) -> bool:
+def are_taken_as_they_are(gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
     """Whether plain leaves would take these, which are of their shapes and dtypes, without a change or a copy."""
     for gradient in gradients:
         if (

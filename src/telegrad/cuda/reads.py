@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from telegrad.cuda import order
-from telegrad.cuda.order import Number
+from telegrad.cuda import lanes, order
+from telegrad.cuda.lanes import Number
 
 A = TypeVar("A")
 
@@ -22,15 +22,15 @@ A = TypeVar("A")
 def run_on_lane(function: Callable[[A], Any], argument: A, arrived: int = 0) -> None:
     """Call `function(argument)`, which serves a request, on a lane of its own; who asked for it did so before
     `arrived`."""
-    lane = order.take(arrived)
+    lane = lanes.take(arrived)
     try:
-        with order.on(lane):
+        with lanes.on(lane):
             function(argument)
             if lane.reads and not lane.ended:  # to be answered later, by who knows which thread
                 finish_reading()
     finally:
         lane.reads.clear()
-        order.give_back(lane)
+        lanes.give_back(lane)
 
 
 def reading(number: Number, value: int) -> None:
@@ -38,7 +38,7 @@ def reading(number: Number, value: int) -> None:
 
     The caller sees to it that nothing changes that memory before. But others may, if they hear from here: so whoever
     is asked for something from this thread is asked after it was read."""
-    lane = order.current_lane()
+    lane = lanes.current_lane()
     if lane is not None:
         lane.reads.append((number, value))
     else:
@@ -54,7 +54,7 @@ def asking(waits: bool) -> list[Any] | None:
 
 def finish_reading() -> None:
     """Wait until what this request reads elsewhere was read."""
-    lane = order.current_lane()
+    lane = lanes.current_lane()
     if lane is not None and lane.reads:
         reads, lane.reads = lane.reads, []
         _wait_until_read(reads, *lane.streams())

@@ -4,7 +4,7 @@ A large message is read into pinned memory, by one thread or by several, each wi
 them is copied to the GPU in three steps, on a stream of their own, so that little is left when the message is complete.
 Nobody waits for that: whatever uses the tensors comes behind it on the GPU, and the memory that they came in is kept
 until the GPU has read it. The memory on the GPU is of torch's allocator. It was free when the message began, so the
-stream follows, as one of a request does, what had been answered until then (`order.follow_all`): that may still be at
+stream follows, as one of a request does, what had been answered until then (`lanes.follow_all`): that may still be at
 work in it. It is taken while the first bytes are coming (`Upload.prepare`): the threads that read need not wait for it.
 
 Only memory that is pinned already is used like that, which means that an earlier message came in it and was copied as a
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from telegrad.cuda import order
+from telegrad.cuda import lanes, order
 from telegrad.cuda.forms import Form, empty
 from telegrad.cuda.host import Copy, copy_together, on_device, to_device
 from telegrad.cuda.runtime import CudaError, runtime
@@ -101,7 +101,7 @@ class Upload:
     def prepare(self) -> None:
         """Take memory on the GPU. Before the first step is made, which waits for this."""
         try:
-            order.follow_all(lambda index: _stream(torch.device("cuda", index)), order.now())
+            lanes.follow_all(lambda index: _stream(torch.device("cuda", index)), order.now())
             self._tensors = {one.segment: allocate(one) for one in self._wanted}
             self._targets = [tensor.data_ptr() for tensor in self._tensors.values()]
         except RuntimeError as error:  # torch's or CUDA's: there is no memory, which whoever takes the tensor is told

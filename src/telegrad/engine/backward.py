@@ -17,9 +17,11 @@ from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import edge_of
 from telegrad.autograd.registry import within
+from telegrad.cuda import order
 from telegrad.engine.passes import Roots
 from telegrad.engine.root_pass import RootPass
 from telegrad.engine.service import PassService
+from telegrad.engine.spare_ones import make_spare, one_like
 from telegrad.errors import AutogradError
 from telegrad.rpc.current import require_agent, running
 from telegrad.rpc.futures import Future
@@ -95,6 +97,8 @@ def backward(
                 pass_.wait()
         else:
             pass_.begin(roots=started)
+            if order.active:
+                make_spare()
             pass_.wait()
     except Exception as error:
         hide_own_frames(error)
@@ -143,7 +147,7 @@ def as_roots(context: Context, roots: Sequence[Any], grad_tensors: Sequence[Tens
     if type(roots) is list and grad_tensors is None and len(roots) == 1:
         loss = roots[0]
         if type(loss) is Tensor and loss.requires_grad and loss.numel() == 1:  # as nearly always
-            return Roots([edge_of(loss)], [torch.ones_like(loss)])
+            return Roots([edge_of(loss)], [one_like(loss) if loss.is_cuda else torch.ones_like(loss)])
     if type(roots) is not list and (isinstance(roots, Tensor) or not isinstance(roots, Sequence)):
         raise TypeError(
             "incompatible function arguments: roots must be a list of tensors or references, "

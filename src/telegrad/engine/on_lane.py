@@ -4,7 +4,7 @@ That is the lane of the request it began with, and on the root the default strea
 
 A gradient that is heard was made on the streams of the thread that hears it, one that leaves a Recv on those of the
 Recv's forward, where the engine runs it; both are handed over to the lane. What the pass leaves is found by whoever
-comes after its end (`cuda/order.py`). Only a process that has CUDA tensors makes its passes of these classes.
+comes after its end (`cuda/lanes.py`). Only a process that has CUDA tensors makes its passes of these classes.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from telegrad.autograd.functions import Gradients
-from telegrad.cuda import order
+from telegrad.cuda import lanes, order
 from telegrad.engine.local.graph import Graph
 from telegrad.engine.local.local_pass import Taken
 from telegrad.engine.passes import Heard, Pass, Roots
@@ -27,24 +27,23 @@ _is_multithreaded, _set_multithreaded = torch._C._is_multithreading_enabled, tor
 class PassOnLane(Pass):
     """A worker's part in a pass, on the lane of the request that it began with."""
 
-    _taken: order.Lane | None = None  # to be given back
+    _taken: lanes.Lane | None = None  # to be given back
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.lane = self._choose_lane()
 
-    def _choose_lane(self) -> order.Lane:
-        lane = order.current_lane()
+    def _choose_lane(self) -> lanes.Lane:
+        lane = lanes.current_lane()
         if lane is None:
-            lane = self._taken = order.take()
+            lane = self._taken = lanes.take()
         return lane
 
     def begin(self, heard: Heard | None = None, roots: Roots | None = None) -> None:
         """Start, with what the first word of the pass brought."""
         gradients = roots.gradients if roots is not None else heard[1] if heard is not None else None
         order.hand_over(gradients or (), self.lane)
-        with order.staying_on(self.lane):
-            super().begin(heard, roots)
+        super().begin(heard, roots)
 
     def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
         """A Send of this worker has its gradients, or none will come."""
@@ -56,7 +55,7 @@ class PassOnLane(Pass):
         before = _is_multithreaded()
         _set_multithreaded(order.uses_several_devices())
         try:
-            with order.staying_on(self.lane):
+            with lanes.staying_on(self.lane):
                 super()._run(graph, taken)
         finally:
             _set_multithreaded(before)
@@ -68,24 +67,25 @@ class PassOnLane(Pass):
         return nearly
 
     def _end(self) -> None:
-        order.end(self.lane)
+        if not self._to_answer or lanes.current_lane() is not self.lane:  # else the answer says so when it leaves
+            lanes.end(self.lane)
         try:
             super()._end()
         finally:
             if self._taken is not None:
-                order.give_back(self._taken)
+                lanes.give_back(self._taken)
 
 
 class RootPassOnLane(PassOnLane, RootPass):
     """The same on the worker that began the pass."""
 
-    def _choose_lane(self) -> order.Lane:
+    def _choose_lane(self) -> lanes.Lane:
         # The default streams, which all requests follow, are as good as a lane. Streams of the user's own are not.
-        return order.default_lane() if order.is_on_default() else super()._choose_lane()
+        return lanes.default_lane() if lanes.is_on_default() else super()._choose_lane()
 
     def wait(self) -> None:
         """Return when all are done; what follows in this thread finds the gradients."""
         # Now, while the others work, and not when an answer is there. But one that was taken is given back before that.
-        with order.on(self.lane) if self._taken is None else contextlib.nullcontext():
+        with lanes.on(self.lane) if self._taken is None else contextlib.nullcontext():
             super().wait()
-        order.join()
+        lanes.join()

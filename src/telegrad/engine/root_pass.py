@@ -5,15 +5,19 @@ error that ended the pass there. The first error ends the pass everywhere.
 """
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from telegrad import trace
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients, SendNode
+from telegrad.autograd.leaf_nodes import are_taken_as_they_are
 from telegrad.engine.gradients import take_present
 from telegrad.engine.passes import Pass
 from telegrad.errors import AutogradError, RpcTimeout, TelegradError
-from telegrad.ids import PassId, WorkerId
+from telegrad.ids import MessageId, PassId, WorkerId
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.client.pending import FOREVER, Slot
 from telegrad.rpc.threads.wakeup import Wakeup
@@ -36,6 +40,8 @@ class RootPass(Pass):
     _told_of: frozenset[WorkerId] = frozenset()  # participants that others told of, and this worker did not know
     _waiting = False
     _told_of_error = False
+    # Leaves that take their gradients without torch's engine, by their Send, which is the only one left.
+    _unobserved: Mapping[MessageId, Sequence[Tensor]] = {}
     _news: Wakeup | None = None  # made by the root before it sleeps; set when something was settled
 
     def __init__(
@@ -111,6 +117,38 @@ class RootPass(Pass):
                 self.hear_and_run(message_id, gradients)
         if tensors:
             raise AutogradError(f"more gradients came with an answer than it names: {reply.gradients}")
+
+    def hear_and_run(self, key: MessageId, gradients: Gradients | None) -> None:
+        """A Send of this worker has its gradients, or none will come."""
+        if not self._unobserved or gradients is None or not self._end_with(key, gradients):
+            Pass.hear_and_run(self, key, gradients)
+
+    def _end_with(self, key: MessageId, gradients: Gradients) -> bool:
+        """If all that is left is to give these to leaves that take them as they are, and nobody would notice: do so.
+        That is the end of this worker's part."""
+        with self._lock:
+            leaves = self._unobserved.get(key)
+            if (
+                leaves is None
+                or key not in self._unheard
+                or self._running
+                or self._roots
+                or self._untold
+                or self.context.gradients  # to add them to those of an earlier pass takes the streams of this one
+                or self.context.profile is not None
+                or not are_taken_as_they_are(gradients)
+            ):
+                return False
+            del self._unheard[key]
+            self._running = True
+        if trace.recorder is not None:
+            trace.recorder.span("region (last)", "backward", trace.now())
+        try:
+            self._all_has_run(dict(zip(leaves, gradients, strict=True)))
+        except BaseException as error:
+            self._running = False
+            self.fail(error)
+        return True
 
     # --- waiting ---
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Gradients
 from telegrad.autograd.registry import Registry, registry_of
-from telegrad.cuda import order
+from telegrad.cuda import lanes, order
 from telegrad.engine.cleanup import EndedContexts
 from telegrad.engine.gradients import take_present, to_send
 from telegrad.engine.on_lane import PassOnLane, RootPassOnLane
@@ -300,8 +300,8 @@ class PassService(Layer):
             marks.append((carried.pop(0)[0], present))
             tensors += sent
             del sent  # the reply has to be the only one that holds them
-        if order.active and getattr(ended, "lane", None) is not order.current_lane():
-            order.adopt(tensors)  # the pass had ended before this was asked for, on other streams
+        if order.active and getattr(ended, "lane", None) is not lanes.current_lane():
+            lanes.adopt(tensors)  # the pass had ended before this was asked for, on other streams
         request.reply(PassDone((*ended.context.participants,), (*marks,)), Packed(b"", tensors))
 
     def serve_too_late(self, request: Request) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad.cuda import order
+from telegrad.cuda import lanes, order
 from telegrad.rpc.devices import Placement
 from telegrad.rpc.remote_errors import describe_exception, describe_in_short
 from telegrad.rpc.workers import Member, WorkerInfo
@@ -108,7 +108,7 @@ class Request:
         if frame.kind == NOTICE:
             return
         if order.active:
-            order.answering()
+            lanes.answering()
         specs: Any = ()
         memory: Any = b""
         try:
@@ -141,7 +141,7 @@ class Request:
         if session.audit is not None:
             session.audit.failed(self, error)
         if order.active:
-            order.answering()
+            lanes.answering()
         session.reply(FAILURE, self.frame.request_id, *self.describe(error))
 
     def describe(self, error: BaseException) -> tuple[Any, ...]:

@@ -7,6 +7,8 @@ each other. A thread may claim again what it has: a hook may run another pass.
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import is_
 from threading import get_ident
 
 _holders: dict[int, int] = {}  # id of a claimed thing -> thread that has it; changed by single operations alone
@@ -19,15 +21,15 @@ Claim = Sequence[int]  # what is to be released
 def try_claim(things: Iterable[object]) -> Claim | None:
     """Have all of `things` to this thread, or None if another has any."""
     thread = get_ident()
-    claim = []
-    for thing in things:
-        key = id(thing)
-        holder = _holders.setdefault(key, thread)
-        if holder is thread:  # this very object: it was put there now
-            claim.append(key)
-        elif holder != thread:  # what an outer claim of this thread has is its to return
-            release(claim)
-            return None
+    keys = [*map(id, things)]
+    holders = [*map(_holders.setdefault, keys, repeat(thread))]
+    if all(map(is_, holders, repeat(thread))):  # this very object: it was put there now
+        return keys
+    # What an outer claim of this thread has is its to return.
+    claim = [key for key, holder in zip(keys, holders, strict=True) if holder is thread]
+    if any(holder != thread for holder in holders):
+        release(claim)
+        return None
     return claim
 
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, TAKER, Gradients, Taker, set_state, taker
-from telegrad.autograd.walking import Walked, walk
-from telegrad.cuda import order
+from telegrad.autograd.walking import Walked, may_share, walk
+from telegrad.cuda import lanes, order
 from telegrad.engine.local.claims import claimed, release, try_claim, wait_for_claim
 from telegrad.engine.local.cut import cut_before
-from telegrad.engine.local.leaves import LeafSums, hooks_held, may_share, put_back, shared_held, take_grads
+from telegrad.engine.local.leaves import LeafSums, hooks_held, put_back, shared_held, take_grads
 from telegrad.engine.local.regions import Part, Stage
 from telegrad.engine.local.stages import GoOn, Root, StagedCut, stay
 
@@ -56,6 +56,7 @@ class Graph:
     may_wait = True  # whether a cut may wait for what follows it (`stages.py`)
     _create_graph = False  # see `higher/graph.py`
     _sums: LeafSums | None = None  # what closed and cut batches found for leaves
+    _sharing: Sequence[Node] | None = None  # those that `may_share`, if that is known
     _nones = False  # whether a node handed None across a cut
     gradients: Mapping[Tensor, Tensor] = {}  # of the leaves, once the last batch has run
     inner: Mapping[Any, Entered] = {}  # if there may be several: the Sends that do not enter at leaves alone
@@ -68,7 +69,10 @@ class Graph:
         self._taker = taker
         self._retain_graph = retain_graph
         # Of a Send that enters at leaves, these are among them only once the last batch runs.
-        self.edges, self.leaves, _ = walked or walk(entries)
+        if walked is None:
+            self.edges, self.leaves, _ = walk(entries)
+        else:
+            self.edges, self.leaves, self._sharing = walked
 
     @classmethod
     def of_sends(cls, sends: Mapping[Any, Entered], taker: Taker, retain_graph: bool) -> "Graph":
@@ -143,8 +147,9 @@ class Graph:
             release(claim)
 
     def _run_with_leaves(self, roots: list[Root]) -> None:
-        for _, gradient in roots:
-            if gradient is not None and gradient.numel() > _MANY:
+        leaves = self.leaves
+        for edge, gradient in roots:
+            if edge[0] in leaves and gradient is not None and gradient.numel() > _MANY:
                 del gradient  # nothing here may hold it: see there
                 self._hand_over_large(roots)
                 break
@@ -155,8 +160,11 @@ class Graph:
             roots = [*roots, (get_gradient_edge(sums), torch.empty(0))]
         if not roots:
             return
-        if len(self.leaves) > 1 and (shared := may_share(self.edges, self.leaves)):
-            with shared_held(shared):
+        sharing = self._sharing
+        if sharing is None:
+            sharing = may_share(self.edges, leaves)
+        if sharing:
+            with shared_held(sharing):
                 self._call(roots, (), True)
         else:
             self._call(roots, (), True)
@@ -234,7 +242,7 @@ class Graph:
         if taker() != self._taker:
             return None  # another engine call over the same graph: of another pass, or a user's own
         if order.active:
-            with order.back_on_lane(leaving):  # a node runs on the streams of its forward
+            with lanes.back_on_lane(leaving):  # a node runs on the streams of its forward
                 return cut.keep(node, leaving, self._add)
         return cut.keep(node, leaving, self._add)
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -20,29 +21,19 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.functions import Gradients, anchored
-from telegrad.engine.local.regions import Edges
-
-# The nodes that hand on one tensor twice: of torch's own only an addition, and any that a user wrote.
-with torch.inference_mode(False), torch.enable_grad():  # whatever the mode is where this is imported
-    _SHARING = (type((torch.ones(1, requires_grad=True) + 1).grad_fn), torch.autograd.function.BackwardCFunction)
-
-
-_never_shares: set[type[Node]] = set()  # types of nodes that were met, and do not: torch has some hundreds
 
 _hooks_lock = threading.Lock()
-_grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
-_is_there = partial(is_not, None)  # with `map`, in C: most leaves have no `.grad` before a pass
+_grad_of: Callable[[Tensor], Any] = attrgetter("grad")
+_is_there = partial(is_not, None)  # with `map`, in C
 
 
 def take_grads(leaves: Collection[Tensor]) -> dict[Tensor, Tensor]:
     """Empty `.grad` of `leaves`, which the caller has claimed: what was there. Before an engine call, the user's; after
     it, what the call wrote."""
-    found = {}
-    if any(map(_is_there, map(_grad_of, leaves))):
-        for leaf in leaves:
-            if (grad := leaf.grad) is not None:
-                found[leaf] = grad
-                leaf.grad = None
+    grads = [*map(_grad_of, leaves)]
+    found = dict(compress(zip(leaves, grads, strict=True), map(_is_there, grads)))
+    for leaf in found:
+        leaf.grad = None
     return found
 
 
@@ -50,21 +41,6 @@ def put_back(kept: Mapping[Tensor, Tensor]) -> None:
     """Give the user's `.grad` back."""
     for leaf, grad in kept.items():
         leaf.grad = grad
-
-
-def may_share(graph: Mapping[Node, Edges[Node]], leaves: Mapping[Node, Tensor]) -> list[Node]:
-    """The nodes that may hand one and the same gradient to several leaves: they lead to two of one shape at least."""
-    found: list[Node] = []
-    if _never_shares.issuperset(map(type, graph)):
-        return found
-    for node, edges in graph.items():
-        if not isinstance(node, _SHARING):
-            _never_shares.add(type(node))
-        elif len(edges) > 1:
-            below = {child for child, _ in edges if child is not None and child in leaves}
-            if len(below) > 1 and len({leaves[child].shape for child in below}) < len(below):
-                found.append(node)
-    return found
 
 
 @contextmanager

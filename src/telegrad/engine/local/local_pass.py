@@ -13,7 +13,7 @@ is all. Before that, what has been heard runs as far as it leads to no node that
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, Generic, TypeVar
@@ -23,7 +23,6 @@ from torch.autograd.graph import Node
 
 from telegrad import trace
 from telegrad.autograd.functions import Gradients, RecvNode, Taker
-from telegrad.autograd.leaf_nodes import are_taken_as_they_are
 from telegrad.autograd.walking import Walked
 from telegrad.cuda import order
 from telegrad.engine.local.cut import empty_queue
@@ -74,7 +73,6 @@ class LocalPass(Generic[K]):
     _running = False
     _inner_taken = False  # whether all that is above leaves has been taken to run
     _some_dead = False  # whether a tensor of a Send was heard without a gradient
-    _unobserved: Mapping[K, Sequence[Tensor]] = _NOTHING  # leaves that need no engine, by the one Send that is left
     _more: Wakeup | None = None  # while a cut may go on: set when more is heard
 
     stages_from: int | None = 2000  # so many nodes behind a cut, and it may wait: with fewer no peer answers in time
@@ -196,9 +194,6 @@ class LocalPass(Generic[K]):
             return
         if gradients is None:
             self._some_dead = True
-        elif key in self._unobserved and are_taken_as_they_are(gradients):
-            graph: Any = self._graph
-            graph.gradients = dict(zip(self._unobserved[key], gradients, strict=True))
         else:
             try:
                 entering = [*zip(send.edges, gradients, strict=True)]
