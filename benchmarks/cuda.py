@@ -1,8 +1,8 @@
 """CUDA tensors between two workers on one GPU: `python -m benchmarks --cases cuda`, skipped where there is no GPU.
 
 Each implementation runs in two fresh processes, three times, in turns; a figure is the median of its best run: on which
-cores the processes come to lie makes up to a third of a step. A step ends when the GPU has done what it asked for. A call
-on the host stands beside them for what the call itself costs.
+cores the processes come to lie makes up to a third of a step. A step ends when the GPU has done what it asked for. A
+call on the host stands beside them for what the call itself costs.
 """
 
 from __future__ import annotations
