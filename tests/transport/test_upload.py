@@ -442,6 +442,23 @@ def test_what_goes_to_several_places_is_left_to_who_builds_it(devices: tuple[str
     assert TensorMemory.upload(frame, memory, 0, LEAST) is None
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [{"dtype": 999}, {"shape": (-LEAST,)}, {"shape": (2**62, 2**62)}, {"shape": (LEAST + 1,)}, {"strides": (2,)}],
+    ids=["dtype", "negative", "huge", "longer", "strides"],
+)
+def test_what_is_odd_about_a_tensor_is_left_to_who_builds_it(
+    odd: dict[str, Any], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes go up as those of any other, and the connection stays."""
+    monkeypatch.setattr(on_device, "device_of", torch.device)
+    monkeypatch.setattr(on_device, "_known", {})
+    frame = frame_with([msgspec.structs.replace(spec(0), **odd)], SegmentSpec(LEAST, INLINE, 0))
+    going = TensorMemory.upload(frame, pinned(LEAST), 0, LEAST)
+    assert going is not None
+    assert [one.form for one in going._wanted] == [None]
+
+
 def test_no_room_on_the_gpu_is_told_to_who_takes_the_tensor(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise torch.OutOfMemoryError("full")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from telegrad.cuda import host, order
+from telegrad.cuda.forms import Form
 from telegrad.cuda.upload import LEAST, Upload, Wanted, begin, collect
 from telegrad.errors import ProtocolError
 from telegrad.transport.blocks.copying import Copier
@@ -58,6 +59,15 @@ class Placed(NamedTuple):
     inline: list[Any]  # what follows the payload
     inline_bytes: int
     in_blocks: bool  # of this connection: the message cannot be sent over another
+
+
+def _form_of(spec: TensorSpec | None, nbytes: int) -> Form | None:
+    """The form of a plain tensor that takes all of a segment; None for any other, and for what makes no sense."""
+    try:
+        came = None if spec is None else came_as(spec)
+    except ProtocolError:
+        return None
+    return came.form if came is not None and came.nbytes == nbytes else None
 
 
 class TensorMemory:
@@ -219,9 +229,7 @@ class TensorMemory:
             if device is not None:
                 if not end <= segment.offset <= nbytes - segment.nbytes:
                     return None
-                only = alone[number]
-                came = None if only is None else came_as(only)
-                form = came.form if came is not None and came.nbytes == segment.nbytes else None
+                form = _form_of(alone[number], segment.nbytes)
                 wanted.append(Wanted(number, segment.offset, segment.nbytes, device, form))
                 end = segment.offset + segment.nbytes
         return begin(memory, start, nbytes, wanted, budget)
