@@ -215,3 +215,17 @@ def test_what_came_on_other_streams_is_handed_over_first(monkeypatch: pytest.Mon
     root.hear(came)
     assert not last and root.context.gradients[root.x] is came
     assert len(handed) == 1 and handed[0][0][0] is came and handed[0][1] is root.pass_.lane
+
+
+def test_a_root_that_was_done_gives_its_lane_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker may fail after that, which ends the pass a second time."""
+    with_lanes(monkeypatch)
+    monkeypatch.setattr(lanes, "_lanes", [])
+    monkeypatch.setattr(lanes, "_free", [])
+    monkeypatch.setattr(lanes, "is_on_default", lambda: False)  # a stream of the user's own
+    root = Root()
+    assert root.pass_._taken is not None
+    root.hear(gradient())
+    root.pass_.fail(ValueError("a peer failed after that"))
+    assert len(lanes._free) == 1
+    assert lanes.take() is not lanes.take()

@@ -41,6 +41,7 @@ class Gpu:
         self.made: list[tuple[Any, ...]] = []  # ahead
         self.launched = 0  # when a pass began
         self.fails = False
+        self.captures = False
 
     def current_stream(self, device: int) -> int:
         return self.stream
@@ -63,6 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         **{name: getattr(torch, name) for name in ("_C", "device", "is_inference_mode_enabled", "strided")},
         ones=made.ones,
         ones_like=made.ones_like,
+        cuda=SimpleNamespace(is_current_stream_capturing=lambda: made.captures),
     )
     monkeypatch.setattr(spare_ones, "torch", stand_in)
     monkeypatch.setattr(spare_ones, "_local", spare_ones._Local())
@@ -82,6 +84,16 @@ def test_each_pass_uses_what_the_one_before_has_left(gpu: Gpu) -> None:
     assert gpu.launched == 1 and gpu.made == [("cuda:0", torch.float32, 7)] * 4
     assert len({one.data_ptr() for one in ones}) == 4, "none is handed out twice"
     assert all(one.shape == () and one.item() == 1.0 and not one.requires_grad for one in ones)
+
+
+def test_none_is_made_while_a_graph_is_captured(gpu: Gpu) -> None:
+    """It would be written when the graph is replayed, and not before."""
+    gpu.captures = True
+    step(Loss())
+    gpu.captures = False
+    assert not gpu.made
+    step(Loss())
+    assert gpu.launched == 2 and len(gpu.made) == 1
 
 
 def test_one_is_handed_out_once_also_if_none_follows(gpu: Gpu) -> None:

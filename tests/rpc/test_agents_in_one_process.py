@@ -318,6 +318,26 @@ def test_what_others_wait_for_is_held_back_only_by_a_thread_that_has_more_to_ser
             wait_for_value(future)
 
 
+def has_more() -> bool:
+    assert local.turn is not None
+    return local.turn.has_more
+
+
+def test_a_thread_has_more_to_serve_while_what_came_along_waits() -> None:
+    with office("a", "b", heartbeat=60.0):
+        call("a", "b", has_more)
+        agent = agents["a"]
+        link = agent.link(agent.find("b"))
+        connection = link.current
+        assert connection is not None
+        send = connection.send_encoded
+        connection.send_encoded = lambda frame, deadline=None, hold=False: send(frame, deadline, True)
+        waiting = [start_call(agent, link, has_more, (), {}, 90.0) for _ in range(2)]
+        connection.send_encoded = send
+        connection.flush()
+        assert [wait_for_value(one) for one in waiting] == [True, False]
+
+
 # --- the transport itself ---
 
 

@@ -88,18 +88,19 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Has a device come into use, on a machine that has none."""
     handles = iter(range(100, 200))
     current: dict[int, tuple[int, int, int]] = {}
+    devices = [0]  # the current one last
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        current[device_index] = stream_id, device_index, device_type
+        devices.append(device_index)  # as torch's does
+
     stand_in = SimpleNamespace(
         Stream=lambda device: Stream(device, next(handles)),
         Event=Event,
         default_stream=lambda device: Stream(device, 0),
-        current_device=lambda: 0,
-        set_device=lambda _: None,
+        set_device=devices.append,
     )
-    calls = SimpleNamespace(
-        _cuda_setStream=lambda stream_id, device_index, device_type: current.update(
-            {device_index: (stream_id, device_index, device_type)}
-        ),
-    )
+    calls = SimpleNamespace(_cuda_getDevice=lambda: devices[-1], _cuda_setStream=set_stream)
     for module in (lanes, order):
         monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=stand_in, _C=calls, autograd=torch.autograd))
     monkeypatch.setattr(lanes, "_current_raw", lambda device: current.get(device, (0, device, 1)))
@@ -121,6 +122,15 @@ def test_who_knows_of_an_answer_finds_its_work_though_another_works_on_its_strea
     assert third.stream(0).waits == [first.stream(0)]
     lanes.give_back(third)
     lanes.give_back(second)
+
+
+def test_the_current_device_stays_whichever_is_in_use(use: Callable[[int], None]) -> None:
+    use(1)
+    lane = lanes.take()
+    with lanes.on(lane):
+        assert order.current_stream(1) == lane.stream(1).stream_id and lanes.torch._C._cuda_getDevice() == 0
+    assert lanes.torch._C._cuda_getDevice() == 0
+    lanes.give_back(lane)
 
 
 def test_who_comes_at_the_same_time_does_not_wait(use: Callable[[int], None]) -> None:
@@ -204,6 +214,7 @@ class NotedPass(Pass):
     def __init__(self, *to_answer: Request) -> None:
         self.ran_on: list[Any] = []
         self._to_answer, self._for_root = to_answer, []
+        self._lock = threading.Lock()
         self.service = self
 
     def answer(self, request: Any, ended: Pass, carried: Any) -> None:

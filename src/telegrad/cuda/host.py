@@ -5,7 +5,7 @@ the GPU then reads and writes it directly. Where bytes go into a socket they com
 buffers, so that the next chunk is on its way while one is being written. Where several threads write parts of a tensor,
 one of them sees to the first chunks of all (`bring_down`): at the same time they would wait for each other, within
 calls of CUDA and for the interpreter, much longer than for the GPU. The parts lie equally far from each other, so that
-one call has a piece of all of them come. The first is small, and the others are asked for when the threads have begun.
+one call has a piece of all of them come.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("telegrad.cuda")
 
 CHUNKED_FROM = 4 * 2**20  # bytes that come down while they are written
 _CHUNK = 8 * 2**20  # bytes; few chunks, because threads wait for each other within calls of CUDA
-_PIECES = 1, 4, 8  # sixteenths of the first chunk, where it is cut: a GPU is far ahead of any socket
+_PIECES = 2, 8  # sixteenths of the first chunk, where it is cut: a GPU is far ahead of any socket
 _PIECES_FROM = 2**20  # bytes of a first chunk that comes in such pieces
 _ALIGNMENT = 4096
 _PIN_FROM = 2**20  # bytes; pinning less costs more than it saves
@@ -137,10 +137,10 @@ class DeviceBytes:
             self._stream = torch.cuda.current_stream(self.device)
         return DeviceBytes(self._address + start, stop - start, self.device, self._owner, self._stream)
 
-    def descend(self, together: _Together, plan: _Plan, buffer: _Buffer, place: int) -> _Descent:
+    def descend(self, plan: _Plan, buffer: _Buffer, place: int) -> _Descent:
         """They will come down like that, to some place of a buffer."""
         stream = self._stream or torch.cuda.current_stream(self.device)
-        self._descent = _Descent(together, self._address, stream, plan, buffer, place, self._owner)
+        self._descent = _Descent(self._address, stream, plan, buffer, place, self._owner)
         return self._descent
 
     def chunks(self) -> Iterator[memoryview]:
@@ -148,45 +148,24 @@ class DeviceBytes:
         if not self._nbytes:
             return iter(())
         if self._descent is None:
-            bring_down([self])()
+            bring_down([self])
         assert self._descent is not None
         descent, self._descent = self._descent, None
         return descent.chunks()
 
 
-def bring_down(several: Sequence[DeviceBytes]) -> Callable[[], None]:
-    """Have the first piece of each of these, which are on one device, on its way, in the order given. To be called when
-    those who write them have begun: has as much of each on its way as there is room for."""
+def bring_down(several: Sequence[DeviceBytes]) -> None:
+    """Have as much of each of these, which are on one device, on its way as there is room for: the first piece of all,
+    in the order given, then the next."""
     plans = [_plan(len(data)) for data in several]
     buffer = _Buffer(sum([plan.room for plan in plans]))
     place = 0
-    together = _Together()
     descents = []
     for data, plan in zip(several, plans, strict=True):
-        descents.append(data.descend(together, plan, buffer, place))
+        descents.append(data.descend(plan, buffer, place))
         place += plan.room
-    _enqueue(descents)
-    for index in range(1, max(plan.at_first for plan in plans)):
-        together.to_come.append([one for one, plan in zip(descents, plans, strict=True) if index < plan.at_first])
-    return together.fill
-
-
-class _Together:
-    """What there is room for of bytes that come down together, beyond the first piece of each."""
-
-    __slots__ = ("_lock", "to_come")
-
-    def __init__(self) -> None:
-        self.to_come: list[list[_Descent]] = []  # whose next pieces come by one call each
-        self._lock = threading.Lock()
-
-    def fill(self) -> None:
-        """Have it come, unless somebody has, or does at this moment: then it is on its way when this returns."""
-        if self.to_come:
-            with self._lock:
-                while self.to_come:
-                    _enqueue(self.to_come[0])
-                    del self.to_come[0]
+    for index in range(max(plan.at_first for plan in plans)):
+        _enqueue([descent for descent, plan in zip(descents, plans, strict=True) if index < plan.at_first])
 
 
 class _Piece(NamedTuple):
@@ -230,19 +209,11 @@ class _Buffer:
 class _Descent:
     """Some bytes on their way down, as much at a time as there is room for."""
 
-    __slots__ = ("_kept", "_place", "_together", "address", "buffer", "coming", "stream", "to_come")
+    __slots__ = ("_kept", "_place", "address", "buffer", "coming", "stream", "to_come")
 
     def __init__(
-        self,
-        together: _Together,
-        address: int,
-        stream: torch.cuda.Stream,
-        plan: _Plan,
-        buffer: _Buffer,
-        place: int,
-        kept: object,
+        self, address: int, stream: torch.cuda.Stream, plan: _Plan, buffer: _Buffer, place: int, kept: object
     ) -> None:
-        self._together = together
         self.address = address
         self.stream = stream
         self.buffer = buffer
@@ -264,10 +235,8 @@ class _Descent:
             chunk, there = self.coming[0]
             if not there.query():  # type: ignore[no-untyped-call] # keeps the interpreter, which waiting does not
                 there.synchronize()
-            if self.to_come and len(self.coming) == 1:  # the next one comes while this one is written
-                self._together.fill()
-                if len(self.coming) == 1:
-                    _enqueue([self])
+            if self.to_come and len(self.coming) == 1:
+                _enqueue([self])  # comes while this one is written
             yield chunk
             del self.coming[0]
 

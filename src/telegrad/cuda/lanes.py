@@ -314,11 +314,7 @@ def _set_current(streams: list[_Raw]) -> None:
     """Of devices that have come into use since these were noted, the streams stay as they are."""
     if not streams:
         return
-    if len(order.used) == 1:
-        ((stream_id, index, kind),) = streams
-        torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
-        return
-    device = torch.cuda.current_device()
+    device = torch._C._cuda_getDevice()
     for stream_id, index, kind in streams:
         torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
     if streams[-1][1] != device:  # setting a stream makes its device the current one

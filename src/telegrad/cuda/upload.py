@@ -68,7 +68,7 @@ def begin(memory: Any, offset: int, nbytes: int, wanted: Sequence[Wanted], budge
         return None
     try:
         return Upload(memory, offset, nbytes, wanted, budget)
-    except RuntimeError as error:
+    except RuntimeError as error:  # no room
         log.debug("a message is copied to the GPU when all of it is there: %s", error)
         return None
 
@@ -101,12 +101,17 @@ class Upload:
     def prepare(self) -> None:
         """Take memory on the GPU. Before the first step is made, which waits for this."""
         try:
+            if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+                raise RuntimeError("a mode of torch's is on in the thread that reads")
             lanes.follow_all(lambda index: _stream(torch.device("cuda", index)), order.now())
             self._tensors = {one.segment: allocate(one) for one in self._wanted}
             self._targets = [tensor.data_ptr() for tensor in self._tensors.values()]
         except RuntimeError as error:  # torch's or CUDA's: there is no memory, which whoever takes the tensor is told
             log.debug("a message is copied to the GPU when all of it is there: %s", error)
             self._give_up()
+        except BaseException:  # an interrupt, in the thread of a user that reads its reply
+            self._give_up()
+            raise
         finally:
             self._prepared.set()
 
@@ -297,9 +302,9 @@ def use_here(tensor: Tensor, behind: torch.cuda.Event | None) -> None:
 
 
 def allocate(wanted: Wanted) -> Tensor:
-    """Memory of the stream that copies to a device."""
+    """Memory of the stream that copies to a device; whatever the mode is in the thread that happens to read."""
     form = wanted.form or Form(torch.uint8, (wanted.nbytes,), ())
-    with torch.cuda.stream(_stream(wanted.device)):
+    with torch.inference_mode(False), torch.cuda.stream(_stream(wanted.device)):
         return empty(form, wanted.device)
 
 

@@ -28,6 +28,7 @@ class PassOnLane(Pass):
     """A worker's part in a pass, on the lane of the request that it began with."""
 
     _taken: lanes.Lane | None = None  # to be given back
+    _has_ended = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -67,6 +68,11 @@ class PassOnLane(Pass):
         return nearly
 
     def _end(self) -> None:
+        with self._lock:
+            again, self._has_ended = self._has_ended, True
+        if again:  # a root whose part was done, by an error of another worker: the lane may be somebody else's
+            super()._end()
+            return
         if not self._to_answer or lanes.current_lane() is not self.lane:  # else the answer says so when it leaves
             lanes.end(self.lane)
         try:

@@ -57,6 +57,7 @@ def _is_watched() -> bool:
     """Whether what is made here now is not what would be made elsewhere, or somebody sees it being made."""
     return (
         torch.is_inference_mode_enabled()
+        or torch.cuda.is_current_stream_capturing()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() > 0
     )

@@ -221,12 +221,11 @@ class FrameReader:
         elif total >= STRIPE_FROM and self.on_large is not None:
             self.on_large()
         view[: len(have)] = have
-        self._reached = None
-        if upload is not None:
-            self._reached = upload.part(0, self._here)
-            upload.prepare()
+        self._reached = None if upload is None else upload.part(0, self._here)
         self._large, self.target = _Large(lengths, memory, start, frame), view[len(have) :]
         self._start = self._end = 0
+        if upload is not None:
+            upload.prepare()
 
     def _received_of_large(self, count: int) -> list[Frame]:
         assert self._large is not None

@@ -81,14 +81,13 @@ class Stripes:
         parts = cut(buffers, divide(total, self.count, self._first))
         begun = 0
         try:
-            go_on = _begin_on_gpu(parts) if order.active else ()
+            if order.active:
+                _begin_on_gpu(parts)
             for side, part in zip(self._sides, parts[1:], strict=True):
                 if not part:
                     break  # nor has any behind it
                 self._start(functools.partial(self._write, side, part, deadline, outcomes))
                 begun += 1
-            for fill in go_on:
-                fill()
             _write_part(self._main, parts[0], deadline, blocked)
             if outcomes.qsize() < begun:
                 blocked()  # the peer may wait until what it sends is read, and this thread waits for the peer
@@ -266,15 +265,15 @@ class Arrival:
         return self._done.wait(max(seconds, _LEAST_WAIT))
 
 
-def _begin_on_gpu(parts: Sequence[Sequence[Any]]) -> list[Callable[[], None]]:
-    """Have what comes first of each part on its way from the GPU, before the threads that write them begin. What to
-    call when they have."""
+def _begin_on_gpu(parts: Sequence[Sequence[Any]]) -> None:
+    """Have what comes first of each part on its way from the GPU, before the threads that write them begin."""
     by_device: dict[int, list[host.DeviceBytes]] = {}
     for part in parts:
         first = next((data for data in part if type(data) is host.DeviceBytes), None)
         if first is not None:
             by_device.setdefault(first.device, []).append(first)
-    return [host.bring_down(several) for several in by_device.values()]
+    for several in by_device.values():
+        host.bring_down(several)
 
 
 def _write_part(stream: SocketStream, part: Sequence[Any], deadline: float | None, blocked: Callable[[], None]) -> None:
