@@ -1,6 +1,8 @@
 """Send and Recv nodes alone: what they look like to torch, what memory they share, and which gradients they accept."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -173,3 +175,46 @@ def test_gradients_that_fit_may_be_missing_or_sparse() -> None:
     send = SendNode(MESSAGE, PEER, [leaf, leaf * 2])
     send.check([None, None])
     send.check([torch.ones(2).to_sparse(), torch.ones(2)])
+
+
+_USE_BESIDE_A_SEND = """
+import faulthandler, sys, threading, time
+import torch
+from telegrad.autograd.functions import edge_of
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+leaf = torch.ones(2, requires_grad=True)
+if {no_grad}:
+    with torch.no_grad():
+        sent = edge_of(leaf)
+else:
+    sent = edge_of(leaf)
+faulthandler.dump_traceback_later(30, exit=True)  # by a thread of its own, which needs no interpreter
+until = time.monotonic() + 2
+counts = [0, 0]
+
+def use(which, operation):
+    while time.monotonic() < until:
+        operation(leaf)
+        counts[which] += 1
+
+threads = [threading.Thread(target=use, args=each) for each in [(0, lambda x: x.view_as(x)), (1, Same.apply)] * 2]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert min(counts) > 0 and sent.node.variable is leaf
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_a_leaf_that_was_sent_may_be_used_by_operations_and_functions_in_several_threads(no_grad: bool) -> None:
+    """With a node that Python alone holds, torch 2.13 has them wait for each other, with the interpreter held."""
+    script = _USE_BESIDE_A_SEND.replace("{no_grad}", str(no_grad))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr

@@ -164,7 +164,11 @@ class SendNode:
 
 def edge_of(tensor: Tensor) -> GradientEdge:
     """Where the gradient of a tensor goes. The two common cases, as `get_gradient_edge` has them, without its switching
-    of modes."""
+    of modes.
+
+    The node of a leaf is kept together with one that leads to it. Were Python alone to hold it, torch 2.13 would need
+    the interpreter to find it, with the leaf's lock held, in any thread that uses the leaf; and if another applies a
+    Function to that leaf, with the interpreter held, they wait for each other for good."""
     node: Any = tensor.grad_fn
     if node is not None:
         if not isinstance(node, _WrittenInPython):
@@ -172,7 +176,7 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     elif tensor.layout is _strided and _is_grad_enabled():
         view: Any = tensor.view_as(tensor).grad_fn
         if view is not None and (leaf := view.next_functions[0][0]) is not None:
-            return GradientEdge(leaf, 0)
+            return GradientEdge(leaf, 0, view)
     return _unusual_edge_of(tensor)
 
 
@@ -187,9 +191,13 @@ def _unusual_edge_of(tensor: Tensor) -> GradientEdge:
         behind, output_nr = owner.next_functions[0]
         return GradientEdge(behind, output_nr, ownership_token=owner)
     try:
-        return get_gradient_edge(tensor)
+        edge = get_gradient_edge(tensor)
     except AssertionError:
         return get_gradient_edge(anchored(_Drop, tensor.detach()))
+    if tensor.grad_fn is not None:
+        return edge
+    with torch.inference_mode(False), torch.enable_grad():
+        return edge._replace(ownership_token=tensor.view_as(tensor).grad_fn)
 
 
 class _Drop(torch.autograd.Function):
