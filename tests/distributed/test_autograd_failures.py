@@ -256,6 +256,38 @@ def test_the_deadline_names_who_is_late(trio: Cluster) -> None:
     await_empty(3)
 
 
+def hold(x: Tensor) -> Tensor:
+    """As a cell that keeps a state on its worker."""
+    before, kept[:] = [*kept], [x]
+    return x * before[0] if before else x * 1.0
+
+
+def let_go() -> None:
+    kept.clear()
+
+
+@pytest.mark.parametrize("where", ["the caller", "the worker"])
+def test_what_one_step_hands_on_to_the_next(trio: Cluster, where: str) -> None:
+    """Without `detach` a pass comes to what was received in a context before."""
+    hidden, x = torch.ones(2), leaf()
+    at_caller = where == "the caller"
+
+    def step() -> Tensor:
+        return rpc.rpc_sync("worker1", *((torch.mul, (hidden, x)) if at_caller else (hold, (x,))))
+
+    with autograd.context() as first:
+        hidden = step()
+        autograd.backward(first, [hidden.sum()])
+    sender = "worker1" if at_caller else "worker0"
+    said = rf"received from worker '{sender}' in a context that has ended: .* Detach what one step hands on"
+    with autograd.context() as second:
+        hidden = step()
+        with pytest.raises(AutogradError, match=said):
+            autograd.backward(second, [hidden.sum()])
+    rpc.rpc_sync("worker1", let_go)
+    await_released()
+
+
 def test_passes_over_one_context_do_not_overlap(trio: Cluster) -> None:
     x = leaf()
     with autograd.context() as context_id:

@@ -193,6 +193,37 @@ def test_inputs_of_all_kinds(trio: Cluster) -> None:
 # --- what goes wrong ---
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_nested_inputs(trio: Cluster, create_graph: bool) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True)
+    plain = torch.ones(3, requires_grad=True)
+    with autograd.context() as context_id:
+        direct = rpc.rpc_sync("worker1", torch.mul, (nested, 2.0))
+        inner = rpc.rpc_sync("worker1", torch.mul, (nested * 3.0, 4.0))
+        loss = (direct + inner).to_padded_tensor(0.0).sum() + rpc.rpc_sync("worker2", torch.mul, (plain, 5.0)).sum()
+        first, second = autograd.grad(context_id, [loss], [nested, plain], create_graph=create_graph)
+    assert [part.tolist() for part in first.unbind()] == [[14.0] * 2, [14.0] * 3]
+    assert second.tolist() == [5.0] * 3
+
+
+def test_one_tensor_or_reference_needs_no_list(trio: Cluster) -> None:
+    x, elsewhere, vector = leaf(), weights_of(1)[0], torch.ones_like(X)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", layer, (1, x))
+        ours = autograd.grad(context_id, y.sum(), x, retain_graph=True)
+        assert type(ours) is tuple
+        close(ours, torch.autograd.grad(layer(1, x).sum(), x))
+        for product in (autograd.grad, autograd.vjp):
+            close(product(context_id, y, x, vector, retain_graph=True), ours)
+        listed = autograd.grad(context_id, [y.sum()], [elsewhere], retain_graph=True)
+        close(fetched(autograd.grad(context_id, y.sum(), elsewhere, retain_graph=True)), fetched(listed))
+        squared = (y * y).sum()
+        ours = autograd.hvp(context_id, squared, x, vector, retain_graph=True)
+        close(ours, autograd.hvp(context_id, squared, [x], [vector]))
+    await_empty(3)
+
+
 def test_unused_inputs_and_wrong_ones(trio: Cluster) -> None:
     x = leaf()
     with autograd.context() as context_id:
@@ -207,8 +238,12 @@ def test_unused_inputs_and_wrong_ones(trio: Cluster) -> None:
         constant = rpc.remote("worker1", torch.ones, (2,))
         with pytest.raises(AutogradError, match=r"input 1 of grad.*does not require grad"):
             autograd.grad(context_id, [y], [x, constant], retain_graph=True)
-        with pytest.raises(TypeError, match="a list of tensors or references"):
-            autograd.grad(context_id, [y], x)
+        with pytest.raises(
+            TypeError, match="inputs must be a tensor, a reference, or a list of these, got dict_values"
+        ):
+            autograd.grad(context_id, [y], {"x": x}.values())
+        with pytest.raises(TypeError, match="outputs must be a tensor, a reference, or a list of these, got int"):
+            autograd.grad(context_id, 1, [x])
         with pytest.raises(ValueError, match="2 vectors were given for 1 inputs"):
             autograd.hvp(context_id, y, [x], [x, x])
         close(autograd.grad(context_id, [y], [x]), torch.autograd.grad(layer(1, x).sum(), x))  # all is well again

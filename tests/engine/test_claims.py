@@ -2,10 +2,16 @@
 
 import threading
 
+import pytest
+
 from telegrad.engine.local import claims
-from telegrad.engine.local.claims import release, try_claim, wait_for_claim
+from telegrad.engine.local.claims import await_claim, release, try_claim, wait_for_claim
 
 A, B, C = object(), object(), object()
+
+
+def wait_on(busy: str) -> None:
+    pass
 
 
 def elsewhere(*things: object) -> bool:
@@ -55,7 +61,7 @@ def test_who_waits_gets_it_in_the_end() -> None:
     got = threading.Event()
 
     def wait() -> None:
-        release(wait_for_claim([B, A]))
+        release(wait_for_claim([B, A], wait_on))
         got.set()
 
     thread = threading.Thread(target=wait)
@@ -74,7 +80,7 @@ def test_many_threads_that_want_the_same_in_any_order() -> None:
         things = [A, B, C]
         things = things[number % 3 :] + things[: number % 3]
         for _ in range(200):
-            claim = try_claim(things) or wait_for_claim(things)
+            claim = try_claim(things) or wait_for_claim(things, wait_on)
             inside.append(number)
             if len(inside) > 1:
                 wrong.append([*inside])
@@ -87,3 +93,44 @@ def test_many_threads_that_want_the_same_in_any_order() -> None:
     for thread in threads:
         thread.join()
     assert not wrong and not claims._holders
+
+
+def test_who_waits_a_moment_gets_it_or_nothing() -> None:
+    held = try_claim([A])
+    found: list[object] = []
+
+    def wait(seconds: float) -> None:
+        claim = await_claim([B, A], seconds)
+        found.append(claim)
+        release(claim or ())
+
+    thread = threading.Thread(target=wait, args=(0.001,))
+    thread.start()
+    thread.join()
+    assert found == [None] and elsewhere(B) and not claims._waiting
+    thread = threading.Thread(target=wait, args=(60.0,))
+    thread.start()
+    release(held or ())
+    thread.join()
+    assert found[1] is not None and not claims._holders and not claims._waiting
+
+
+def test_who_waits_is_told_who_has_it_and_may_stop() -> None:
+    held = try_claim([A])
+    heard: list[str] = []
+
+    def stop(busy: str) -> None:
+        heard.append(busy)
+        raise TimeoutError
+
+    def wait() -> None:
+        with pytest.raises(TimeoutError):
+            wait_for_claim([B, A], stop)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert heard == [f"thread {threading.current_thread().name!r}"]
+    assert elsewhere(B) and not claims._waiting
+    release(held or ())
+    assert elsewhere(A) and not claims._holders

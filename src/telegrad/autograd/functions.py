@@ -177,15 +177,16 @@ def edge_of(tensor: Tensor) -> GradientEdge:
         view: Any = tensor.view_as(tensor).grad_fn
         if view is not None and (leaf := view.next_functions[0][0]) is not None:
             return GradientEdge(leaf, 0, view)
-    return _unusual_edge_of(tensor)
+    return edge_of_any(tensor)
 
 
-def _unusual_edge_of(tensor: Tensor) -> GradientEdge:
-    """The same of any other. A view of a view made under `no_grad` says that it requires grad, but leads nowhere: in
-    one process its gradient is dropped, and so it is here; and so is that of a leaf that requires grad no more."""
+def edge_of_any(tensor: Tensor) -> GradientEdge:
+    """The same of any tensor, also of one that is sparse or nested. A view of a view made under `no_grad` says that it
+    requires grad, but leads nowhere: in one process its gradient is dropped, and so it is here; and so is that of a
+    leaf that requires grad no more."""
     if not tensor.requires_grad:
         return get_gradient_edge(anchored(_Drop, tensor.detach()))
-    if tensor.layout is not _strided:  # torch asks a view of the tensor, and there is none of a sparse one
+    if tensor.layout is not _strided or tensor.is_nested:  # torch asks a view of the tensor, and of these there is none
         with torch.enable_grad():
             owner: Any = tensor.clone().grad_fn
         behind, output_nr = owner.next_functions[0]

@@ -211,6 +211,17 @@ class Pass(LocalPass[MessageId]):
                 f"message {key} was sent after the pass had begun, or was heard before; its gradients were not used"
             )
 
+    def _unexpected(self, node: Any) -> AutogradError:
+        if self._graph is None or node not in self._graph.edges or node in self.context.recvs:
+            return LocalPass._unexpected(self, node)
+        others = [other.context_id for other in self.service.registry.contexts() if node in other.recvs]
+        where = f"context {others[0]}" if others else "a context that has ended"
+        return AutogradError(
+            f"the backward pass of context {self.context.context_id} came to tensors that were received from worker "
+            f"{self.service.name_of(node.peer)!r} in {where}: a pass stays within its context. Detach what one step "
+            "hands on to the next (`h = h.detach()`), or open one context around both"
+        )
+
     def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> None:
         if gradients and not self.over:
             self.context.accumulate(gradients)

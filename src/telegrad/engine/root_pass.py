@@ -160,6 +160,12 @@ class RootPass(Pass):
                 slot.link.expect()
         return Pass.wait_for_more(self, more, min(seconds, self._deadline - time.monotonic()))
 
+    def wait_on(self, busy: str) -> None:
+        """The same of the root, which has the deadline."""
+        Pass.wait_on(self, busy)
+        if time.monotonic() >= self._deadline:
+            raise self._too_late(waits_for=f"leaves that {busy} works on")
+
     def wait(self) -> None:
         """Return when all are done; raise the error that ended the pass, or RpcTimeout."""
         self._waiting = True
@@ -227,13 +233,13 @@ class RootPass(Pass):
         with blocking():
             self._news.wait(min(left, _LONG))
 
-    def _too_late(self, *expired: Slot) -> RpcTimeout:
+    def _too_late(self, *expired: Slot, waits_for: str = "") -> RpcTimeout:
         slots = [*expired, *[slot for slot in self._asked + self._invited if slot.complete is not None]]
         late = sorted({slot.link.member.name for slot in slots})
         return RpcTimeout(
             f"RPC ran for more than set timeout ({round(self._timeout * 1000)} ms): the backward pass is not complete. "
             f"Workers {late or 'none'} have not finished their part; this worker waits for "
-            f"{self.waiting_for() or 'nothing'}. Pass a longer `timeout` to backward if they need it"
+            f"{waits_for or self.waiting_for() or 'nothing'}. Pass a longer `timeout` to backward if they need it"
         )
 
     # --- ending ---

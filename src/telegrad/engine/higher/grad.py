@@ -21,9 +21,9 @@ from telegrad.rref.rref import RRef, remote
 
 def grad(
     context_id: int,
-    outputs: Sequence[Any],
-    inputs: Sequence[Any],
-    grad_outputs: Sequence[Tensor | None] | None = None,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Sequence[Tensor | None] | Tensor | None = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     allow_unused: bool = False,
@@ -34,8 +34,9 @@ def grad(
 
     Args:
         context_id: what `with autograd.context() as context_id` gave.
-        outputs: tensors of one element, or with `grad_outputs` of any shape; or references to such tensors.
-        inputs: tensors of this worker (leaves, results, what was received), or references to tensors of any worker.
+        outputs: tensors of one element, or with `grad_outputs` of any shape; or references to such tensors; or one.
+        inputs: tensors of this worker (leaves, results, what was received), or references to tensors of any worker; or
+            one.
         grad_outputs: the gradient to start from, for each output; None for an output of one element.
         retain_graph: keep the graph for another pass; by default if there is a `create_graph`.
         create_graph: record the pass itself, so that the gradients can be differentiated.
@@ -57,7 +58,9 @@ def grad(
     agent = require_agent()
     context = registry().find(context_id)
     context.check_usable()
-    roots = as_roots(context, outputs, grad_outputs)
+    starts = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs
+    roots = as_roots(context, _several("outputs", outputs), starts)
+    inputs = _several("inputs", inputs)
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else as_timeout(timeout)
     service = recording_service()
     pass_id = service.next_pass_id()
@@ -82,6 +85,15 @@ def grad(
     return tuple(results)
 
 
+def _several(name: str, given: Any) -> Sequence[Any]:
+    """A list, also of one tensor or reference, which is given by itself."""
+    if isinstance(given, Tensor | RRef):
+        return [given]
+    if not isinstance(given, Sequence):
+        raise TypeError(f"{name} must be a tensor, a reference, or a list of these, got {type(given).__name__}")
+    return given
+
+
 class _Asking:
     """The inputs of one `grad`: which are here, and what the owners of the others were asked.
 
@@ -92,8 +104,6 @@ class _Asking:
     def __init__(
         self, service: RecordingService, context: Context, pass_id: PassId, inputs: Sequence[Any], seconds: float
     ) -> None:
-        if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence):
-            raise TypeError(f"inputs must be a list of tensors or references, got {type(inputs).__name__}")
         self._here: dict[int, Future[Tensor | None]] = {}
         self._there: dict[int, RRef[Any]] = {}
         self._inputs = inputs
@@ -159,7 +169,7 @@ def recording_service() -> RecordingService:
 
 
 def vjp(
-    context_id: int, outputs: Sequence[Any], inputs: Sequence[Any], vectors: Sequence[Tensor | None], **options: Any
+    context_id: int, outputs: Any, inputs: Any, vectors: Sequence[Tensor | None] | Tensor, **options: Any
 ) -> tuple[Any, ...]:
     """The product of `vectors`, one for each output, with the Jacobian of `outputs` by `inputs`; None where it is zero
     because nothing depends on the input. `options` are those of `grad`.
@@ -174,7 +184,7 @@ def vjp(
     return grad(context_id, outputs, inputs, vectors, **{"allow_unused": True, **options})
 
 
-def hvp(context_id: int, loss: Any, inputs: Sequence[Any], vectors: Sequence[Any], **options: Any) -> tuple[Any, ...]:
+def hvp(context_id: int, loss: Any, inputs: Any, vectors: Any, **options: Any) -> tuple[Any, ...]:
     """The product of the Hessian of `loss` by `inputs` with `vectors`, one for each input, of its shape.
 
     An input may be a reference, and so may its vector; the result for it is a reference, as with `grad`.
@@ -186,6 +196,7 @@ def hvp(context_id: int, loss: Any, inputs: Sequence[Any], vectors: Sequence[Any
         ...     autograd.hvp(context_id, y, [x], [torch.tensor([1.0, 10.0])])
         (tensor([  6., 120.]),)
     """
+    inputs, vectors = _several("inputs", inputs), _several("vectors", vectors)
     if len(vectors) != len(inputs):
         raise ValueError(f"{len(vectors)} vectors were given for {len(inputs)} inputs")
     context = registry().find(context_id)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from telegrad.autograd.functions import ANCHOR, Taker, taker
+from telegrad.autograd.functions import ANCHOR, Taker, edge_of_any, taker
+from telegrad.engine.local.claims import WaitOn
 from telegrad.engine.local.graph import Entered, Graph
 from telegrad.engine.local.leaves import LeafSums, hooks_held, variable_of
 from telegrad.engine.local.stages import Root
@@ -73,7 +74,7 @@ class RecordedGraph(Graph):
         its tensor, sees what `torch.autograd.grad` would return, in whichever way its node is visited.
         """
         for key, tensor in inputs.items():
-            edge = get_gradient_edge(tensor)
+            edge = edge_of_any(tensor)
             if edge.node in self.edges:
                 self._wanted[key] = edge
                 if tensor.grad_fn is not None:
@@ -115,10 +116,10 @@ class RecordedGraph(Graph):
 
     # --- running ---
 
-    def run_last(self, roots: list[Root], at_leaves: list[Root]) -> None:
+    def run_last(self, roots: list[Root], at_leaves: list[Root], wait_on: WaitOn) -> None:
         """Everything left; with `inputs`, for those alone: no leaf's node runs, but hooks of a leaf asked for do."""
         if not self._only:
-            super().run_last(roots, at_leaves)
+            super().run_last(roots, at_leaves, wait_on)
             return
         roots = [root for root in [*roots, *at_leaves] if root[0].node in self.edges]
         for edge, gradient in roots:

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from telegrad.autograd.functions import ANCHOR, TAKER, Gradients, Taker, set_state, taker
 from telegrad.autograd.walking import Walked, may_share, walk
 from telegrad.cuda import lanes, order
-from telegrad.engine.local.claims import claimed, release, try_claim, wait_for_claim
+from telegrad.engine.local.claims import WaitOn, await_claim, claimed, release, try_claim, wait_for_claim
 from telegrad.engine.local.cut import cut_before
 from telegrad.engine.local.leaves import LeafSums, hooks_held, put_back, shared_held, take_grads
 from telegrad.engine.local.regions import Part, Stage
@@ -46,6 +46,8 @@ class Entered(Protocol):
 _LARGE = 64 * 1024  # bytes of a gradient that are worth more than the node that saves their copy
 _LARGE_ON_GPU = 32 * 2**20  # the same where a copy of a megabyte takes a microsecond, and the node as long as ever
 _MANY = 4 * 1024  # elements of a gradient that may be so large
+_FEW = 64  # nodes of a graph for which a wait for the leaves costs less than a call of the engine of its own
+_MOMENT = 1e-3  # seconds of such a wait: as long as another pass, or the step of an optimizer, usually has a leaf
 _get_state = torch._C._get_obj_in_tls
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -115,9 +117,9 @@ class Graph:
         if apart:
             self.parts = dict(zip(self.inner, reached, strict=True))
 
-    def run_last(self, roots: list[Root], at_leaves: list[Root]) -> None:
+    def run_last(self, roots: list[Root], at_leaves: list[Root], wait_on: WaitOn) -> None:
         """Everything left, leaves included; `at_leaves` is what enters at leaves alone, and is emptied. If another pass
-        has some of the leaves, run the rest before waiting."""
+        has some of the leaves, and does not let go of them soon, run the rest before waiting, as `wait_on` lets it."""
         leaves = self.leaves
         if at_leaves:
             for edge, _ in at_leaves:
@@ -132,11 +134,13 @@ class Graph:
             return
         variables = [*leaves.values()]
         claim = try_claim(variables)
+        if claim is None and len(self.edges) <= _FEW:
+            claim = await_claim(variables, _MOMENT)
         if claim is None:
             straight = [root for root in roots if root[0].node in leaves]
             self.run_closed(self.edges, [root for root in roots if root[0].node not in leaves])
             roots = straight
-            claim = wait_for_claim(variables)
+            claim = wait_for_claim(variables, wait_on)
         kept = take_grads(variables)
         try:
             self._run_with_leaves(roots)
@@ -210,6 +214,7 @@ class Graph:
         self,
         nodes: Collection[Node],
         roots: list[Root],
+        wait_on: WaitOn,
         stages: Sequence[Stage[Node]] = (),
         entries: Iterable[GradientEdge] = (),
         go_on: GoOn = stay,
@@ -222,7 +227,7 @@ class Graph:
         handles = [node.register_hook(partial(self._collect, cut, node)) for node in cut.leading_out]
         try:
             with (
-                claimed([*cut.stage_of, *cut.outside]),
+                claimed([*cut.stage_of, *cut.outside], wait_on),
                 cut_before(cut.outside, cut.leaves, cut.stage_of, cut.gates(go_on)) as gates,
             ):
                 self._run_to(gates, [*roots, *cut.roots()])

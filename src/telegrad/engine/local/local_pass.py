@@ -235,7 +235,7 @@ class LocalPass(Generic[K]):
                 if self._some_dead:  # a peer may be waiting to hear that nothing comes: before this runs
                     self._tell_unreached(batch, roots)
                 if batch is _LAST:
-                    graph.run_last(roots, self._at_leaves)
+                    graph.run_last(roots, self._at_leaves, self.wait_on)
                 elif batch is _ALL_BUT_LEAVES:
                     graph.run_all_but_leaves(roots)
                 else:
@@ -266,7 +266,7 @@ class LocalPass(Generic[K]):
         elif batch.stages:
             self._run_staged(graph, batch, roots)
         else:
-            self._roots.extend(graph.run_cut(batch.nodes, roots).left())
+            self._roots.extend(graph.run_cut(batch.nodes, roots, self.wait_on).left())
 
     def _take(self, graph: Graph) -> Taken | None:
         """Under the lock: the next batch and what enters it. With None this thread does not run, or runs no longer."""
@@ -319,7 +319,7 @@ class LocalPass(Generic[K]):
                 entries += graph.inner[key].edges
             self._more = self.new_wakeup()
         stages = batch.stages if all(map(may_come_late, entries)) else ()
-        cut = graph.run_cut(batch.nodes, roots, stages, entries, partial(self._go_on, batch))
+        cut = graph.run_cut(batch.nodes, roots, self.wait_on, stages, entries, partial(self._go_on, batch))
         with self._lock:
             self._more = None
             self._roots.extend(cut.left())
@@ -355,6 +355,11 @@ class LocalPass(Generic[K]):
         """Sleep until more is heard, or the pass is given up, or for so long. Whether it is worth another look."""
         more.wait(seconds)
         return True
+
+    def wait_on(self, busy: str) -> None:
+        """Another thread has leaves that this pass needs, and keeps them: whether to wait on. Raises if not."""
+        if self.over:
+            raise AutogradError(f"the backward pass was given up while {busy} worked on leaves that it needs")
 
     def _all_has_run(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """The last batch has run; perhaps the pass was given up meanwhile."""
