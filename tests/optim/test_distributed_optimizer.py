@@ -371,6 +371,51 @@ def test_an_owners_error_is_named_and_the_others_are_reported() -> None:
     assert any("'ps0', 'ps2'" in note for note in stepping.value.__notes__)
 
 
+class FailsAtHighRates(torch.optim.SGD):
+    """Fails on one worker while its learning rate is above 1."""
+
+    def step(self, closure: Any = None) -> None:
+        if self.param_groups[0]["lr"] > 1 and rpc.get_worker_info().name == "ps1":
+            raise ArithmeticError("too fast")
+        super().step(closure)
+
+
+def rates(local: rpc.RRef) -> list[float]:
+    return [group["lr"] for group in local.local_value().optimizer.param_groups]
+
+
+def test_an_option_changed_back_after_a_step_that_failed_holds_on_all_owners() -> None:
+    optimizer = DistributedOptimizer(FailsAtHighRates, remote_parameters(split := split_model()), lr=0.5)
+    optimizer.param_groups[0]["lr"] = 5.0
+    with pytest.raises(ArithmeticError, match="too fast"):
+        distributed_step(split, optimizer, 0)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+    distributed_step(split, optimizer, 1)
+    owners = [rpc.rpc_sync(local.owner(), rates, (local,)) for local in optimizer.remote_optimizers]
+    assert owners == [[0.5], [0.5], [0.5]]
+
+
+class RefusesHighRates(torch.optim.SGD):
+    """Cannot load a state on one worker if its learning rate is above 1."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["param_groups"][0]["lr"] > 1 and rpc.get_worker_info().name == "ps1":
+            raise ArithmeticError("too fast")
+        super().load_state_dict(state_dict)
+
+
+def test_options_of_a_state_that_not_all_owners_took_are_given_back() -> None:
+    optimizer = DistributedOptimizer(RefusesHighRates, remote_parameters(split := split_model()), lr=0.5)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 5.0
+    with pytest.raises(ArithmeticError, match="too fast"):
+        optimizer.load_state_dict(state)
+    distributed_step(split, optimizer, 0)
+    owners = [rpc.rpc_sync(local.owner(), rates, (local,)) for local in optimizer.remote_optimizers]
+    assert owners == [[0.5], [0.5], [0.5]]
+
+
 def test_an_unknown_context_is_refused_before_any_owner_is_asked() -> None:
     model = RemoteModule("ps0", layer, (0, 6, 3))
     optimizer = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.5)

@@ -1,11 +1,13 @@
 """Who optimizes what, decided without any worker."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from telegrad.optim.shares import changed_options, options_of, parameter_groups, split_by_owner
+from telegrad.optim.shares import Told, changed_options, options_of, parameter_groups, split_by_owner
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,48 @@ def test_a_tensor_changed_in_place_is_a_change() -> None:
 
 def test_a_switch_is_not_the_number_it_equals() -> None:
     assert changed_options([{"maximize": True}], [{"maximize": 1}]) == {0: {"maximize": True}}
+
+
+def test_groups_that_stay_as_they_are_need_no_comparison() -> None:
+    groups = [{"params": [A], "lr": 0.1, "betas": (0.9, 0.99)}, {"params": [B], "lr": 0.2}]
+    told = Told(groups)
+    assert told.are_still(groups)
+    groups[1]["lr"] = 0.3
+    assert not told.are_still(groups)
+    assert changed_options(Told(groups).options, told.options) == {1: {"lr": 0.3}}
+    groups[1]["lr"] = told.options[1]["lr"]
+    assert told.are_still(groups)
+    groups.append({"params": [C]})
+    assert not told.are_still(groups)
+    told.add(groups[2])
+    assert told.are_still(groups)
+
+
+def test_what_perhaps_not_all_have_taken_is_told_again() -> None:
+    groups: list[dict[str, Any]] = [{"params": [A], "lr": 0.1, "momentum": 0.9}, {"params": [B], "lr": 0.2}]
+    told = Told(groups)
+    told.doubt({})
+    assert told.are_still(groups)
+    told.doubt({0: {"lr": 0.3}})
+    assert not told.are_still(groups)
+    assert changed_options(groups, told.options) == {0: {"lr": 0.1}}
+
+
+@pytest.mark.parametrize("change", [lambda group: group.update(foreach=None), lambda group: group.pop("lr")])
+def test_an_option_more_or_less_is_seen(change: Callable[[dict[str, Any]], object]) -> None:
+    group: dict[str, Any] = {"params": [A], "lr": None}
+    told = Told([group])
+    change(group)
+    assert not told.are_still([group])
+
+
+def test_an_option_of_another_name_is_seen() -> None:
+    assert not Told([{"params": [A], "maximize": None}]).are_still([{"params": [A], "foreach": None}])
+
+
+def test_a_tensor_among_the_options_is_always_compared() -> None:
+    groups = [{"params": [A], "lr": torch.tensor(0.1)}]
+    told = Told(groups)
+    assert not told.are_still(groups)
+    groups[0]["lr"].mul_(2)  # type: ignore[attr-defined] # a tensor
+    assert 0 in changed_options(Told(groups).options, told.options)

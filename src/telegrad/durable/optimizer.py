@@ -10,7 +10,7 @@ from telegrad.durable.part import Recipe
 from telegrad.errors import DurableError
 from telegrad.optim import DistributedOptimizer
 from telegrad.optim.owner import LocalOptimizer
-from telegrad.optim.shares import Options, options_of
+from telegrad.optim.shares import Options, Told, options_of
 
 # Declares a durable value on a worker; returns a reference to it and what it says of itself.
 Declare = Callable[[str, Recipe], tuple[DurableRef[Any], Any]]
@@ -55,7 +55,7 @@ class DurableOptimizer(DistributedOptimizer):
 
     def driver_state(self) -> dict[str, Any]:
         """What is on the driver: the options of each group, and what the owners have been told of them."""
-        return {"groups": [options_of(group) for group in self.param_groups], "told": self._told}
+        return {"groups": [options_of(group) for group in self.param_groups], "told": self._told.options}
 
     def load_driver_state(self, state: dict[str, Any]) -> None:
         """Take it back."""
@@ -63,4 +63,4 @@ class DurableOptimizer(DistributedOptimizer):
             kept = {key: group[key] for key in ("params", "param_names") if key in group}
             group.clear()
             group.update(options, **kept)
-        self._told = state["told"]
+        self._told = Told.of(state["told"])

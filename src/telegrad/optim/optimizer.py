@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 
+from telegrad import rpc
+from telegrad.autograd.registry import within
 from telegrad.optim.clip import shrink_factor, total_norm
 from telegrad.optim.gradients import check_context
-from telegrad.optim.owner import LocalOptimizer, create, on_owner
+from telegrad.optim.owner import LocalOptimizer, create, on_owner, on_owner_by_reference
 from telegrad.optim.rounds import ask_all
 from telegrad.optim.shares import (
     Options,
+    Told,
     changed_options,
     check_names,
     one_group,
@@ -31,6 +34,8 @@ from telegrad.optim.shares import (
     parameter_groups,
     split_by_owner,
 )
+from telegrad.optim.unobserved import unless_observed
+from telegrad.rref.value_on_owner import id_for_owner
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -65,7 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for number, resolved in options.items():
                 groups[number].update(resolved)
         super().__init__(groups, defaults)
-        self._told = [options_of(group) for group in self.param_groups]
+        self._told = Told(self.param_groups)
 
     def _create_locals(self, grouped: bool) -> dict[str, tuple[Any, Options, dict[int, Options]]]:
         """Each owner's local optimizer, as a reference, and its description."""
@@ -80,6 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """References to the optimizers on the owners."""
         return list(self._locals.values())
 
+    @unless_observed
     def step(  # type: ignore[override] # wider than torch's on purpose
         self,
         context_id: int | None = None,
@@ -102,10 +108,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             norms = self._ask_owners("clipping", LocalOptimizer.norms, context_id, scale, norm_type)
             total = total_norm(norms.values(), norm_type, error_if_nonfinite)
             shrink = shrink_factor(total, float(max_norm))
-        telling = [options_of(group) for group in self.param_groups]
-        changes = changed_options(telling, self._told)
-        self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, changes, scale, shrink)
-        # Only now: an owner that failed above is told again next time.
+        if self._told.are_still(self.param_groups):
+            self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, scale, shrink)
+            return total
+        telling = Told(self.param_groups)
+        changes = changed_options(telling.options, self._told.options)
+        # If the step fails below, some owners have taken the changes and others have not: all are told again next time,
+        # also of what was changed back meanwhile.
+        self._told.doubt(changes)
+        self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, scale, shrink, changes)
         self._told = telling
         return total
 
@@ -128,7 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             state.update(owned_state)
             options.update(owned_options)
         # The owners' options first, since an optimizer may change its own; then what they have not been told yet.
-        changes = changed_options(self.param_groups, self._told)
+        changes = changed_options(self.param_groups, self._told.options)
         groups, first = [], 0
         for number, group in enumerate(self.param_groups):
             count = len(group["params"])
@@ -165,7 +176,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             my_options = {share.group: dict(options[share.group]) for share in shares}
             for share in shares if names else ():
                 my_options[share.group]["param_names"] = [names[index] for index in share.indices]
-            calls[owner] = (on_owner, self._locals[owner], LocalOptimizer.load_state, mine, my_options)
+            calls[owner] = _asking(self._locals[owner], LocalOptimizer.load_state, mine, my_options)
+        self._told.doubt(options)  # as in a step
         ask_all("load_state_dict", calls)
         for number, group in enumerate(self.param_groups):
             kept = {key: group[key] for key in ("params", "param_names") if key in group}
@@ -173,7 +185,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 kept["param_names"] = list(saved_groups[number]["param_names"])
             group.clear()
             group.update(options_of(options[number]), **kept)
-        self._told = [options_of(group) for group in self.param_groups]
+        self._told = Told(self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -193,7 +205,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         calls: dict[str, tuple[Any, ...]] = {}
         for owner, mine in shares.items():
             if owner in self._locals:
-                calls[owner] = (on_owner, self._locals[owner], LocalOptimizer.add, *mine)
+                calls[owner] = _asking(self._locals[owner], LocalOptimizer.add, *mine)
             else:
                 calls[owner] = (create, optimizer_class, mine, True, args, kwargs)
         try:
@@ -203,7 +215,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with suppress(Exception):  # an owner that cannot take it back is gone, or says so at the next step
                 ask_all(
                     "taking a parameter group back",
-                    {owner: (on_owner, local, LocalOptimizer.undo_add, number) for owner, local in known.items()},
+                    {owner: _asking(local, LocalOptimizer.undo_add, number) for owner, local in known.items()},
                 )
             raise
         for owner, options in made.items():
@@ -212,10 +224,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._shares.setdefault(owner, []).extend(shares[owner])
             group.update(options[number])
         self.param_groups.append(group)
-        self._told.append(options_of(group))
+        self._told.add(group)
 
     def _ask_owners(self, what: str, method: Callable[..., Any], *args: Any) -> dict[str, Any]:
-        return ask_all(what, {owner: (on_owner, local, method, *args) for owner, local in self._locals.items()})
+        # Outside the context: nothing that an owner does for this is to be recorded.
+        with within(None):
+            return ask_all(what, {owner: _asking(local, method, *args) for owner, local in self._locals.items()})
+
+
+def _asking(local: Any, method: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+    """A call of a method of an owner's local optimizer: by its id, since the reference here outlives the call. One that
+    is lost is sent itself, and fails as it is; a durable one has to arrive."""
+    if isinstance(local, rpc.RRef) and (rref_id := id_for_owner(local)) is not None:
+        return on_owner, rref_id, method.__name__, *args
+    return on_owner_by_reference, local, method.__name__, *args
 
 
 def _check_class(optimizer_class: type[torch.optim.Optimizer]) -> None:

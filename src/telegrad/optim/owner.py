@@ -6,15 +6,17 @@ in the same way, and so do other trainers' steps. So a step is applied whole, wh
 without gradient is not touched, momentum and weight decay included.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from telegrad import rpc, trace
-from telegrad.engine.local.claims import claimed
+from telegrad.engine.local.claims import claimed, release, wait_for_claim
 from telegrad.optim.gradients import Gradients, context_gradients, gradient_norms
 from telegrad.optim.shares import GroupShare, Options, options_of
+from telegrad.optim.unobserved import step_of
+from telegrad.rref.value_on_owner import value_kept_here
 
 
 class LocalOptimizer:
@@ -79,17 +81,25 @@ class LocalOptimizer:
 
     def norms(self, context_id: int | None, scale: float, norm_type: float) -> tuple[list[int], torch.Tensor]:
         """The norm of each gradient the next step would apply, and the number of its parameter."""
+        gradients = {} if context_id is None else context_gradients(context_id)
         with claimed([self]):
-            total = self._total(context_id, scale)
-        held = [(index, total[param]) for index, param in zip(self.indices, self.params, strict=True) if param in total]
+            params, indices = self.params, [*self.indices]
+            total = self._total(params, gradients, scale)
+        held = [(index, total[param]) for index, param in zip(indices, params, strict=True) if param in total]
         return [index for index, _ in held], gradient_norms([gradient for _, gradient in held], norm_type)
 
-    def step(self, context_id: int | None, changes: dict[int, Options], scale: float, shrink: float | None) -> None:
-        """Apply what was accumulated and the context's gradients, times `scale`, then times `shrink` to clip."""
+    def step(
+        self, context_id: int | None, scale: float, shrink: float | None, changes: dict[int, Options] | None = None
+    ) -> None:
+        """Apply what was accumulated and the context's gradients, times `scale`, then times `shrink` to clip. First
+        take over what has changed in the options of the groups."""
         params = self.params
-        with claimed([self, *params]):
-            self._take_options(changes)
-            total = self._total(context_id, scale)
+        gradients = {} if context_id is None else context_gradients(context_id)
+        claim = wait_for_claim([self, *params])
+        try:
+            if changes:
+                self._take_options(changes)
+            total = self._total(params, gradients, scale)
             if shrink is not None:
                 total = {param: gradient * shrink for param, gradient in total.items()}
             found = [param.grad for param in params]
@@ -97,7 +107,7 @@ class LocalOptimizer:
                 for param in params:
                     param.grad = total.get(param)
                 if trace.recorder is None:
-                    self.optimizer.step()
+                    step_of(self.optimizer)()
                 else:
                     name = f"{type(self.optimizer).__name__}.step"
                     trace.recorder.timed(name, "optimizer", self.optimizer.step)
@@ -105,6 +115,8 @@ class LocalOptimizer:
                 for param, gradient in zip(params, found, strict=True):
                     param.grad = gradient
             self.accumulated.clear()
+        finally:
+            release(claim)
 
     def state(self) -> tuple[dict[int, Any], dict[int, Options]]:
         """Each parameter's state, by the trainer's number for it, and each group's options, all in host memory."""
@@ -135,14 +147,12 @@ class LocalOptimizer:
                 else:
                     group[key] = value
 
-    def _total(self, context_id: int | None, scale: float) -> Gradients:
+    def _total(self, params: list[torch.Tensor], gradients: Gradients, scale: float) -> Gradients:
         total = dict(self.accumulated)
-        if context_id is not None:
-            gradients = context_gradients(context_id)
-            for param in self.params:
-                gradient = gradients.get(param)
-                if gradient is not None:
-                    total[param] = total[param] + gradient if param in total else gradient
+        for param in params:
+            gradient = gradients.get(param)
+            if gradient is not None:
+                total[param] = total[param] + gradient if param in total else gradient
         if scale != 1.0:
             total = {param: gradient * scale for param, gradient in total.items()}
         return total
@@ -161,9 +171,15 @@ def create(
     return rpc.RRef(local), defaults, options
 
 
-def on_owner(local: Any, method: Callable[..., Any], *args: Any) -> Any:
-    """Runs on the owner: `method` of the local optimizer that `local` refers to."""
-    return method(local.local_value(), *args)
+def on_owner(rref_id: int, method: str, *args: Any) -> Any:
+    """Runs on the owner: `method` of the local optimizer with this id. The trainer has the reference, and keeps it
+    until this is done."""
+    return getattr(value_kept_here(rref_id), method)(*args)
+
+
+def on_owner_by_reference(local: Any, method: str, *args: Any) -> Any:
+    """The same for a reference of another kind, which has to arrive itself."""
+    return getattr(local.local_value(), method)(*args)
 
 
 def _names_in(group: Options) -> Options:

@@ -12,6 +12,8 @@ from telegrad import rpc
 
 def ask_all(what: str, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Call `function(*args)` on each owner, `calls` being owner -> (function, *args); the replies, by owner."""
+    if len(calls) == 1:
+        return _ask_one(what, *calls.items())
     futures = {}
     failed: dict[str, BaseException] = {}
     for owner, (function, *args) in calls.items():
@@ -28,6 +30,15 @@ def ask_all(what: str, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     if failed:
         _raise_first(what, failed, sorted(replies))
     return replies
+
+
+def _ask_one(what: str, call: tuple[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The same where there is one owner: this thread waits for the reply itself."""
+    owner, (function, *args) = call
+    try:
+        return {owner: rpc.rpc_sync(owner, function, args=tuple(args))}
+    except Exception as error:
+        _raise_first(what, {owner: error}, [])
 
 
 def _raise_first(what: str, failed: Mapping[str, BaseException], done: list[str]) -> NoReturn:

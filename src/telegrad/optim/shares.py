@@ -6,6 +6,7 @@ between trainer and owners, so whatever is gathered from the owners can be put b
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -130,6 +131,56 @@ def split_by_owner(
             )
         first_index += len(group["params"])
     return shares
+
+
+class Told:
+    """The options of all groups as the owners were told of them."""
+
+    def __init__(self, groups: Sequence[Options]) -> None:
+        self.options: list[Options] = []
+        self._seen: list[tuple[Any, ...]] | None = []  # what each group had, to be seen at a glance; if it can be
+        for group in groups:
+            self.add(group)
+
+    @classmethod
+    def of(cls, options: list[Options]) -> "Told":
+        """These options, which were saved."""
+        told = cls(())
+        told.options, told._seen = options, None
+        return told
+
+    def add(self, group: Options) -> None:
+        """One more group."""
+        self.options.append(options_of(group))
+        if self._seen is not None:
+            self._seen.append(_contents(group))
+        if any(isinstance(value, torch.Tensor) for value in group.values()):
+            self._seen = None  # it may be changed in place
+
+    def doubt(self, changes: Mapping[int, Options]) -> None:
+        """Owners are about to be told of these: until all are known to have taken them, none of the values is relied
+        on, neither the new ones nor those before."""
+        if changes:
+            self._seen = None
+            self.options = [
+                {key: value for key, value in told.items() if key not in changes.get(number, ())}
+                for number, told in enumerate(self.options)
+            ]
+
+    def are_still(self, groups: Sequence[Options]) -> bool:
+        """Whether the groups have the very same values: then they need not be compared one by one."""
+        seen = self._seen
+        if seen is None or len(groups) != len(seen):
+            return False
+        for group, before in zip(groups, seen, strict=True):
+            now = _contents(group)
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                return False
+        return True
+
+
+def _contents(group: Options) -> tuple[Any, ...]:
+    return *group, *group.values()
 
 
 def changed_options(groups: Sequence[Options], known: Sequence[Options]) -> dict[int, Options]:

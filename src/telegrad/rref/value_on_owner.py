@@ -5,8 +5,9 @@ The owner keeps the value for that handle anyway, so an id is enough: no fork is
 
 from typing import Any
 
-from telegrad.errors import ProtocolError
-from telegrad.ids import RRefId
+from telegrad.errors import ProtocolError, RRefError
+from telegrad.ids import RRefId, show_id
+from telegrad.rpc.current import require_agent
 from telegrad.rpc.packing import local
 from telegrad.rref.outcome import Outcome
 from telegrad.rref.rref_context import RRefContext
@@ -25,6 +26,25 @@ class ValueOnOwner:
 def value_here(rref_id: RRefId) -> Outcome:
     """What unpickling calls on the owner."""
     return receiver().value_of(rref_id)
+
+
+def id_for_owner(rref: Any) -> RRefId | None:
+    """The id of a reference, for `value_kept_here` on its owner; None if the value is lost, or was never made."""
+    try:
+        rref._handle.check_usable("a method on it")
+    except Exception:  # whatever its creation failed with
+        return None
+    rref_id: RRefId = rref._handle.rref_id
+    return rref_id
+
+
+def value_kept_here(rref_id: int) -> Any:
+    """The same by its id alone, which takes no pickling, for a function that was called with it."""
+    rrefs = require_agent().layers.layer(RRefContext)
+    outcome = rrefs.values.get(RRefId(rref_id))
+    if outcome is None or not outcome.done:
+        raise RRefError(f"worker {rrefs.agent.info.name!r} keeps no value {show_id(RRefId(rref_id))} any more")
+    return outcome.get()
 
 
 def receiver() -> RRefContext:
