@@ -12,6 +12,7 @@ Each kind of id is its own type, so that mypy notices when two are swapped. An i
 can tell who made it without asking.
 """
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ def generation_of(incarnation: Incarnation) -> int:
     return incarnation & MAX_GENERATION
 
 
+@functools.lru_cache(maxsize=4096)
 def peer_id(worker: int, generation: int) -> PeerId:
     """The peer that a worker is in one of its generations."""
     if not 0 <= worker <= MAX_WORKER_ID:

@@ -21,6 +21,7 @@ from telegrad import rpc
 from telegrad.errors import RendezvousError, WorkerDied
 from telegrad.rpc.current import current_agent, require_agent
 from telegrad.rpc.job import join as joining
+from telegrad.rpc.job.barrier import Barriers
 from tests.cluster import end, join, process
 from tests.distributed.test_membership import wait_for_rank
 from tests.ports import free_port
@@ -80,11 +81,8 @@ def serve_then_shut_down(name: str, rank: int, size: int | None, meeting: str) -
 
 
 def serve_then_exit(name: str, rank: int, size: int | None, meeting: str) -> None:
-    import atexit
-
     join(name, rank, size, meeting, {})
     _go.wait(LIFE)
-    atexit._run_exitfuncs()  # as at the end of a script: a process of multiprocessing ends without
 
 
 def serve_forever(name: str, rank: int, size: int | None, meeting: str) -> None:
@@ -138,6 +136,23 @@ def test_the_first_rank_comes_back_while_others_wait_in_their_shutdown(anywhere:
         rpc.rpc_sync("w0", go)
         rpc.shutdown(timeout=60)
         assert await_ends(started) == [0, 0]
+
+
+def test_who_died_at_a_barrier_has_not_come_for_its_successor(anywhere: str) -> None:
+    with processes() as started:
+        started.append(process(serve_then_shut_down, "w1", 1, 2, anywhere))
+        join("w0", 0, 2, anywhere, {})
+        barriers = require_agent().layer(Barriers)
+        tell_to_go("w1")
+        wait_until(lambda: barriers.missing("shutdown/0") == ["w0"], 60)
+        started[0].kill()
+        started[0].join()
+        started[0] = process(serve_then_shut_down, "w1", 1, 2, anywhere)
+        wait_until(lambda: _answers("w1"), 60)
+        assert barriers.missing("shutdown/0") == ["w0", "w1"]
+        rpc.rpc_sync("w1", go)
+        rpc.shutdown(timeout=60)
+        assert await_ends(started) == [0]
 
 
 def _answers(name: str) -> bool:

@@ -2,10 +2,13 @@
 
 import gc
 import io
+import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +16,16 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, RRefError, SerializationError
+from telegrad.ids import RRefId
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.futures import Future
-from telegrad.rref import debug_info, rrefs_of
+from telegrad.rpc.round_trip import start_call
+from telegrad.rpc.torch_modes import stand_in
+from telegrad.rref import debug_info, handles, rrefs_of
+from telegrad.rref.travel import come_home
+from telegrad.transport.outgoing import Outgoing
 from tests.cluster import Cluster, cluster
+from tests.waiting import stop_process
 
 # --- what runs on the workers ---
 
@@ -88,6 +97,11 @@ _gates: dict[str, threading.Event] = {}
 
 def keep(value: Any) -> None:
     _kept.append(value)
+
+
+def keep_at_home(owner: str, rref: "rpc.RRef[Any]") -> None:
+    assert rref.confirmed_by_owner()
+    rpc.rpc_sync(owner, keep, (rref,))
 
 
 def fetch_kept() -> Any:
@@ -222,6 +236,139 @@ def test_to_a_third_worker_home_and_to_oneself(clean: Cluster) -> None:
     assert rpc.rpc_sync("worker2", fetch, (mine,)) == [1]
     assert rpc.rpc_sync("worker0", local, (mine,)) == [1]
     assert rpc.remote("worker2", fetch, (mine,)).to_here() == [1]
+
+
+def test_a_call_home_names_no_other_handle(clean: Cluster) -> None:
+    rref = rpc.remote("worker1", add, (1, 1))
+    eventually(rref.confirmed_by_owner)  # the value may be here before that word is
+    future = rpc.rpc_async("worker1", gated, ("home", {"at": [rref, rref]}))
+    assert tables()["children"] == 0
+    del rref
+    gc.collect()
+    tables()
+    assert rpc.rpc_sync("worker1", tables)["forks"] == 1  # the call has it
+    rpc.rpc_sync("worker1", open_gate, ("home",))
+    first, second = future.wait()["at"]
+    assert first is second
+    assert first.to_here() == 2
+
+
+def test_what_came_home_is_kept_there(clean: Cluster) -> None:
+    rref = rpc.remote("worker1", add, (1, 1))
+    rref.to_here()
+    rpc.rpc_sync("worker1", keep, (rref,))
+    del rref
+    eventually(lambda: tables()["users"] == 0)
+    assert rpc.rpc_sync("worker1", fetch_kept) == 2
+
+
+def test_a_call_home_before_the_value_is_known_to_be_there(clean: Cluster) -> None:
+    rref = rpc.remote("worker1", gated, ("unmade", 5))
+    future = rpc.rpc_async("worker1", fetch, (rref,))
+    rpc.rpc_sync("worker1", open_gate, ("unmade",))
+    assert future.wait() == 5
+
+
+def test_a_call_home_before_the_creation_has_arrived(clean: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    creations: list[Callable[[], Any]] = []
+
+    def hold_back(*args: Any, **kwargs: Any) -> None:
+        creations.append(partial(start_call, *args, **kwargs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handles, "start_call", hold_back)
+        rref = rpc.remote("worker1", add, (1, 1))
+    rpc.rpc_sync("worker2", keep_at_home, ("worker1", rref))
+    creations.pop()()
+    assert rpc.rpc_sync("worker1", fetch_kept) == 2
+
+
+def test_a_call_home_that_was_given_up_still_has_its_reference(clean: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_in, "in_force", stand_in.TORCHS)  # where a call whose time is up still runs
+    rref = rpc.remote("worker1", add, (1, 1))
+    rref.to_here()
+    pid = clean.processes[0].pid
+    assert pid is not None
+    stop_process(pid)
+    try:
+        with pytest.raises(RpcTimeout):
+            rpc.rpc_sync("worker1", keep, (rref,), timeout=0.05)
+        del rref
+        gc.collect()
+        assert tables()["users"] == 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: tables()["users"] == 0)
+    assert rpc.rpc_sync("worker1", fetch_kept) == 2
+
+
+class NeverHad:
+    """Claims to be a reference that was never here."""
+
+    def __reduce__(self) -> Any:
+        return come_home, (RRefId(12345),)
+
+
+def test_a_call_that_was_given_up_and_lost_counts_no_reference(clean: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not sent again, since nobody waits for it: what it would have brought has to be taken back."""
+    rref = rpc.remote("worker2", add, (1, 1))
+    rref.to_here()
+    send = Outgoing.send_encoded
+
+    def lose(connection: Any, frame: bytes, deadline: float | None = None, hold: bool = False) -> None:
+        if b"lost" not in frame:
+            send(connection, frame, deadline, hold)
+
+    monkeypatch.setattr(Outgoing, "send_encoded", lose)
+    with pytest.raises(RpcTimeout):
+        rpc.rpc_sync("worker1", gated, ("lost", rref), timeout=0.1)
+    monkeypatch.undo()
+    assert tables()["children"] == 1
+    require_agent().link(require_agent().find("worker1")).current.stream.abort()
+    eventually(lambda: rpc.rpc_sync("worker1", add, (1, 1)) == 2)
+    eventually(lambda: tables()["children"] == 0)
+    assert rref.to_here() == 2
+
+
+ran: list[int] = []
+
+
+def called_first(x: int) -> list[int]:
+    ran.append(x)
+    return ran
+
+
+def test_a_call_that_was_given_up_and_lost_has_defined_its_function(
+    clean: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later calls have its number alone."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Outgoing, "send_encoded", lambda *_, **__: None)
+        with pytest.raises(RpcTimeout):
+            rpc.rpc_sync("worker1", called_first, (1,), timeout=0.1)
+    require_agent().link(require_agent().find("worker1")).current.stream.abort()
+    assert rpc.rpc_sync("worker1", called_first, (2,)) == [2]
+
+
+def test_a_call_home_that_could_not_be_sent_lets_go(clean: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    rref = rpc.remote("worker1", add, (1, 1))
+    rref.to_here()
+
+    def refuse(*_: Any) -> None:
+        raise TimeoutError("the peer does not read what is sent to it")  # as nothing was written, more can follow
+
+    monkeypatch.setattr(Outgoing, "send_encoded", refuse)
+    with pytest.raises(RpcTimeout, match="has not taken in all"):
+        rpc.rpc_sync("worker1", keep, (rref,), timeout=0.1)
+    monkeypatch.undo()
+    pending = require_agent().link(require_agent().find("worker1")).pending
+    assert not pending.given_up and rpc.rpc_sync("worker1", add, (1, 1)) == 2
+    assert pending.lowest() == pending.asked + 1, "else no reply is ever known to have arrived"
+
+
+def test_a_reference_that_was_never_there_does_not_come_home(clean: Cluster) -> None:
+    with pytest.raises(RRefError, match=r"'worker1' keeps no value .* for worker 'worker0' any more"):
+        rpc.rpc_sync("worker1", local, (NeverHad(),))
 
 
 def test_returned_from_a_call(clean: Cluster) -> None:
@@ -371,6 +518,17 @@ def test_proxies(clean: Cluster, owner: str) -> None:
     assert counter.rpc_sync().add_elsewhere("worker2", 4) == 21
     assert counter.rpc_async().add_elsewhere("worker2", 4).wait() == 21
     assert counter.rpc_sync().add_later(2) == 15
+
+
+@pytest.mark.parametrize("owner", ["worker1", "worker0"])
+def test_methods_of_pythons_own_by_name(clean: Cluster, owner: str) -> None:
+    table, layer = rpc.remote(owner, dict), rpc.remote(owner, torch.nn.Linear, (3, 2))
+    table.rpc_sync().__setitem__("key", 3)
+    assert table.rpc_sync().__len__() == 1 and table.rpc_async().__contains__("key").wait()
+    assert table.remote().__getitem__("key").to_here() == 3
+    assert layer.rpc_sync().__call__(torch.ones(1, 3)).shape == (1, 2)
+    with pytest.raises(AttributeError, match="'__array__' is none that is called by name; call a function"):
+        layer.rpc_sync().__array__()
 
 
 def test_proxies_of_what_does_not_exist(clean: Cluster) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from telegrad import rpc
-from telegrad.errors import SerializationError, WorkerDied
+from telegrad.errors import RpcTimeout, SerializationError, WorkerDied
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.torch_modes import stand_in
 from telegrad.rref import RRefContext
@@ -79,6 +79,37 @@ def test_the_owner_dies(request: pytest.FixtureRequest) -> None:
         rpc.rpc_sync("worker2", let_go)
         del rref, slow, use
         eventually(lambda: all_empty(["worker0", "worker2"]))
+
+
+@pytest.mark.slow
+def test_the_owner_dies_before_it_answers_a_call_home_that_was_given_up() -> None:
+    with cluster(2) as job:
+        rref = rpc.remote("worker1", add, (1, 1))
+        assert rref.to_here() == 2
+        with pytest.raises(RpcTimeout):
+            rpc.rpc_sync("worker1", gated, ("never", rref), timeout=0.05)
+        job.kill("worker1")
+        with pytest.raises(WorkerDied, match="worker1"):
+            rref.to_here()
+        del rref
+        gc.collect()  # errors that were caught hold this frame
+        eventually(lambda: all_empty(["worker0"]))
+
+
+@pytest.mark.slow
+def test_a_future_that_failed_over_a_lost_reference_keeps_it_no_longer() -> None:
+    with cluster(3) as job:
+        rref = rpc.remote("worker1", add, (1, 1))
+        assert rref.to_here() == 2
+        owner = require_agent().find("worker1")
+        job.kill("worker1")
+        eventually(lambda: require_agent().is_dead(owner))
+        future = rpc.rpc_async("worker2", keep, (rref,))
+        with pytest.raises(WorkerDied, match="worker1"):
+            future.wait()
+        del future, rref
+        gc.collect()  # errors that were caught hold this frame
+        eventually(lambda: all_empty(["worker0"]))
 
 
 @pytest.mark.slow

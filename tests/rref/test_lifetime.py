@@ -96,6 +96,22 @@ class TestSharing:
         assert owner.on_delete(A, R, FA) == ()  # the owner holds it now
         assert owner.drop(R) == (Forget(R),)
 
+    def test_home_while_the_sender_keeps_its_own(self, owner: OwnerLedger, a: UserLedger) -> None:
+        created(owner)
+        assert confirmed(a).confirmed(FA)
+        assert owner.come_home(R, A)
+        assert a.drop(FA) == (SendDelete(OWNER, R, FA),)  # the call is answered, and its handle gone
+        assert owner.on_delete(A, R, FA) == ()  # the owner holds it now
+        assert owner.drop(R) == (Forget(R),)
+        assert not owner.come_home(R, A)
+        assert len(owner) == 0
+
+    def test_home_from_one_that_is_known_to_be_dead(self, owner: OwnerLedger) -> None:
+        created(owner)
+        owner.worker_died(A)
+        assert not owner.come_home(R, A)
+        assert owner.come_home(R, B)
+
     def test_user_to_third_user(self, owner: OwnerLedger, a: UserLedger, b: UserLedger) -> None:
         created(owner)
         confirmed(a).share(FA, FB, B)

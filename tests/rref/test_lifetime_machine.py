@@ -36,13 +36,27 @@ class Carrier(msgspec.Struct, frozen=True):
     handle: Handle
 
 
+class HomeCall(msgspec.Struct, frozen=True):
+    """A call to the owner with the id of a value among its arguments. Its sender keeps the handle until the answer."""
+
+    to: PeerId
+    handle: Handle
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The answer to a `HomeCall`, however late it is."""
+
+    to: PeerId
+    handle: Handle
+
+
 class Creation(msgspec.Struct, frozen=True):
     to: PeerId
     rref_id: RRefId
     fork_id: ForkId
 
 
-Message = lt.Send | Carrier | Creation
+Message = lt.Send | Carrier | HomeCall | Answer | Creation
 
 
 class Worker:
@@ -54,6 +68,7 @@ class Worker:
         self.knows_dead: set[PeerId] = set()
         self.values: dict[RRefId, str] = {}
         self.handles: list[Handle] = []
+        self.kept: list[Handle] = []  # those of calls that are not answered, once for each
         self.rref_ids = itertools.count(1)
         self.fork_ids = itertools.count(1)
 
@@ -88,6 +103,7 @@ class World:
                 case lt.MarkLost(rref_id, fork_id, died):
                     assert died in at.knows_dead
                     at.handles = [h for h in at.handles if h.fork_id != fork_id]
+                    at.kept = [h for h in at.kept if h.fork_id != fork_id]
                 case lt.Refuse(_):
                     pass
                 case _:
@@ -128,11 +144,19 @@ class World:
         else:
             self.perform(at, at.user.share_unsent(child))
 
+    def call_home(self, at: Worker, handle: Handle) -> None:
+        """Only with a handle that the owner is known to know."""
+        at.kept.append(handle)
+        self.bag.append((at.me, HomeCall(handle.owner, handle)))
+
     def drop(self, at: Worker, handle: Handle) -> None:
         at.handles.remove(handle)
+        self._let_go(at, handle)
+
+    def _let_go(self, at: Worker, handle: Handle) -> None:
         if handle.fork_id is None:
             self.perform(at, at.owner.drop(handle.rref_id))
-        else:
+        elif handle not in at.handles and handle not in at.kept:
             self.perform(at, at.user.drop(handle.fork_id))
 
     # What the network and the operator do
@@ -149,14 +173,31 @@ class World:
 
     def deliver(self, index: int, *, repeat: bool) -> None:
         src, message = self.bag[index]
-        if not repeat or isinstance(message, Carrier | Creation):
+        if not repeat or isinstance(message, Carrier | HomeCall | Answer | Creation):
             self.bag[index] = self.bag[-1]
             self.bag.pop()
         at = self.workers[message.to]
-        if at.alive:
-            self.perform(at, self.react(at, src, message))
+        if not at.alive:
+            return
+        match message:
+            case HomeCall(_, handle):
+                self.come_home(at, src, handle)
+            case Answer(_, handle):
+                if handle in at.kept:  # else it was lost meanwhile
+                    at.kept.remove(handle)
+                    self._let_go(at, handle)
+            case _:
+                self.perform(at, self.react(at, src, message))
 
-    def react(self, at: Worker, src: PeerId, message: Message) -> lt.Actions:
+    def come_home(self, at: Worker, src: PeerId, handle: Handle) -> None:
+        if at.owner.come_home(handle.rref_id, src):
+            at.handles.append(Handle(handle.rref_id, None, at.me))
+        else:
+            assert src in at.knows_dead, f"{handle} came home too late"
+        if src not in at.knows_dead:
+            self.bag.append((at.me, Answer(src, handle)))
+
+    def react(self, at: Worker, src: PeerId, message: lt.Send | Carrier | Creation) -> lt.Actions:
         match message:
             case Creation(_, rref_id, fork_id):
                 actions = at.owner.on_create(src, rref_id, fork_id)
@@ -199,7 +240,7 @@ class World:
                 self._check_kept(handle, f"a handle on {worker.me}")
         for src, message in self.bag:
             to = self.workers[message.to]
-            if isinstance(message, Carrier) and to.alive and src not in to.knows_dead:
+            if isinstance(message, Carrier | HomeCall) and to.alive and src not in to.knows_dead:
                 self._check_kept(message.handle, f"a call from {src} to {message.to}")
 
     def _check_kept(self, handle: Handle, because: str) -> None:
@@ -236,6 +277,7 @@ class World:
             assert at.owner.leaks() == [] and at.user.leaks() == []
             assert not any(at.owner.counts().values()), at.owner.counts()
             assert not any(at.user.counts().values()), at.user.counts()
+            assert at.kept == []
 
 
 class RRefContext(RuleBasedStateMachine):
@@ -263,6 +305,18 @@ class RRefContext(RuleBasedStateMachine):
         at, handle = self.pick(data, self.handles())
         if to not in at.knows_dead:
             self.world.share(at, handle, to)
+        if then_drop:
+            self.world.drop(at, handle)
+
+    def known(self) -> list[tuple[Worker, Handle]]:
+        return [(at, h) for at, h in self.handles() if h.fork_id is not None and at.user.confirmed(h.fork_id)]
+
+    @precondition(lambda self: self.known())
+    @rule(data=st.data(), then_drop=st.booleans())
+    def call_home(self, data: st.DataObject, then_drop: bool) -> None:
+        at, handle = self.pick(data, self.known())
+        if handle.owner not in at.knows_dead:
+            self.world.call_home(at, handle)
         if then_drop:
             self.world.drop(at, handle)
 
@@ -346,7 +400,15 @@ def walk(seed: int) -> None:
     for _ in range(choose.choice([8, 15, 40])):
         at = choose.choice(world.living())
         news = [w for w in WORKERS if not world.workers[w].alive and w not in at.knows_dead]
-        match choose.choice(["share", "share", "drop", "deliver", "deliver", "repeat", "kill", "notice", "notice"]):
+        known = [h for h in at.handles if h.fork_id is not None and at.user.confirmed(h.fork_id)]
+        what = ["share", "share", "home", "drop", "deliver", "deliver", "repeat", "kill", "notice", "notice"]
+        match choose.choice(what):
+            case "home" if known:
+                handle = choose.choice(known)
+                if handle.owner not in at.knows_dead:
+                    world.call_home(at, handle)
+                if choose.random() < 0.5:
+                    world.drop(at, handle)
             case "share" if at.handles:
                 handle, to = choose.choice(at.handles), choose.choice(WORKERS)
                 if to not in at.knows_dead:

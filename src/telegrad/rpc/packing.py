@@ -6,12 +6,12 @@ code that rebuilds one where it came from. Both are noted here for the time of o
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from telegrad.errors import CallRefused
+from telegrad.errors import CallRefused, SerializationError
 from telegrad.rpc.layer import Layers
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import NOT_FLAT, Packed, pack_flat, pack_object, pack_plain, unpack, unpack_flat
@@ -22,24 +22,38 @@ log = logging.getLogger("telegrad.rpc")
 class Crossing:
     """One message being packed or unpacked: between which workers, and what layers above noted about it."""
 
-    __slots__ = ("layers", "notes", "peer", "undo")
+    __slots__ = ("kept", "layers", "notes", "peer", "undo")
 
-    def __init__(self, layers: Layers, peer: Member) -> None:
+    def __init__(self, layers: Layers, peer: Member, kept: list[Any] | None = None) -> None:
         self.layers = layers  # those of the worker that packs or unpacks
         self.peer = peer
+        self.kept = kept  # of a call being packed: what has to live until it has been answered
         self.notes: dict[Any, Any] = {}  # by what was counted: what it became
         self.undo: list[Callable[[], None]] = []  # what to do if the message is never sent
+
+
+class Kept:
+    """What has to live until a call is answered, and what to do if the call never arrives."""
+
+    __slots__ = ("_undo", "things")
+
+    def __init__(self, things: Sequence[Any], undo: Sequence[Callable[[], None]]) -> None:
+        self.things = things
+        self._undo = undo
+
+    def unsent(self) -> None:
+        """Count nothing of it any longer. Once: the sender may have said so already."""
+        undo, self._undo = self._undo, ()
+        for each in undo:
+            each()
 
 
 class Counted(Packed, frozen=True):
     """A packed value with something in it that was counted as sent."""
 
-    undo: list[Callable[[], None]]
-
     def unsent(self) -> None:
         """Count it no longer."""
-        for undo in self.undo:
-            undo()
+        self.kept.unsent()
 
 
 class _Local(threading.local):
@@ -55,21 +69,28 @@ def pack_for(layers: Layers, peer: Member, value: Any, main_by_value: bool) -> P
     return pack_counted(layers, peer, value, main_by_value) if flat is None else flat
 
 
-def pack_counted(layers: Layers, peer: Member, value: Any, main_by_value: bool) -> Packed:
-    """The same for one that is not tensors and numbers alone: there may be something in it that is counted."""
+def pack_counted(
+    layers: Layers, peer: Member, value: Any, main_by_value: bool, kept: list[Any] | None = None
+) -> Packed:
+    """The same for one that is not tensors and numbers alone: there may be something in it that is counted. With a call
+    a list, for what has to live until that has been answered."""
     if layers.plain:
         return pack_plain(value)
-    crossing = Crossing(layers, peer)
+    crossing = Crossing(layers, peer, kept)
     before, local.crossing = local.crossing, crossing
     try:
         packed = pack_object(value, main_by_value=main_by_value)
-    except BaseException:
+    except BaseException as error:
         for undo in crossing.undo:
             undo()
+        if kept is None and type(error) is SerializationError:
+            error.of_result = True
         raise
     finally:
         local.crossing = before
-    return Counted(packed.payload, packed.tensors, crossing.undo) if crossing.undo else packed
+    if crossing.undo or kept:
+        return Counted(packed.payload, packed.tensors, Kept(kept or (), crossing.undo))
+    return packed
 
 
 def unpack_from(layers: Layers, peer: Member, payload: Any, tensors: list[torch.Tensor]) -> Any:

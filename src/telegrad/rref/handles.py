@@ -118,9 +118,9 @@ class UserHandle:
             )
         if self.creation is not None:
             self.creation.check()
-        owner = peer_of(self.owner)
-        died = rrefs.lost.get(self.fork_id, owner if rrefs.agent.is_dead(self.owner) else None)
-        if died is not None:
+        if self.fork_id in rrefs.lost or rrefs.agent.is_dead(self.owner):
+            owner = peer_of(self.owner)
+            died = rrefs.lost.get(self.fork_id, owner)
             if died == owner:
                 raise rrefs.death_of(died, f"the value of {self} with it", self.owner)
             raise rrefs.death_of(died, f"{self} came from it too late")
@@ -135,11 +135,19 @@ class UserHandle:
             agent.link(self.owner),
             RRefFetch(self.rref_id),
             timeout=timeout,
-            what=lambda: f"to_here() of {self} on worker {self.owner.name!r}",
+            what=self._fetching,
         )
         value = wait_for_value(slot)
         self.fetched = type(value)
         return value
+
+    def _fetching(self) -> str:
+        made = self.kind()
+        return f"to_here() of {self}{made and f' ({made})'} on worker {self.owner.name!r}"
+
+    def is_known(self) -> bool:
+        """Whether the owner is known to keep the value for this handle. Asks nobody, and waits for nothing."""
+        return self._rrefs.used.confirmed(self.fork_id)
 
     def confirmed(self) -> bool:
         """Whether the owner knows this handle. One that came in a call is waited for: its owner has been asked."""

@@ -4,10 +4,12 @@ The owner is asked once for the type of the value, which tells whether the metho
 The calls name the value by its id: the handle stays here until they are done, so the owner need not count another.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
+from inspect import isbuiltin
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from telegrad.rpc.futures import Future
 from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.round_trip import complete_future, start_call, wait_for_value
 from telegrad.rpc.server.run_call import ASYNC_MARK
+from telegrad.rpc.trust.exports import refuse_where_plain
 from telegrad.rref.handles import OwnerHandle, create
 from telegrad.rref.outcome import Outcome
 from telegrad.rref.value_on_owner import ValueOnOwner
@@ -79,10 +82,11 @@ def _start(
     """Call `invoke` on the owner, with the value before `args`."""
     handle = rref._handle
     handle.check_usable("a method on it")
+    agent = handle.rrefs.agent
+    refuse_where_plain(agent.layers, "a method of a reference", "export a function that does what the method does")
     # The handle is kept until the call is done: the owner counts on it.
     complete = None if future is None else partial(_complete, rref)
     arguments = (ValueOnOwner(handle.rref_id), *args)
-    agent = handle.rrefs.agent
     link = agent.link(handle.owner)
     subject = None if future is not None else partial(_described, rref, args[0])
     return start_call(agent, link, invoke, arguments, None, timeout, complete=complete, future=future, subject=subject)
@@ -102,7 +106,12 @@ def _how_to_invoke(cls: Any, method: str) -> Method:
     return _invoke_async_execution if hasattr(getattr(cls, method), ASYNC_MARK) else _invoke
 
 
-_CALLED_BY_NAME = ("__enter__", "__exit__")  # a value that others turn on and off, such as a profile on its worker
+# Methods of Python's own that are called on a value by name: operators, containers, blocks. Any other name of that form
+# is looked up by Python or by tools, to find out what a proxy itself is.
+_CALLED_BY_NAME = {name for name in vars(operator) if name.startswith("__") and isbuiltin(vars(operator)[name])} | {
+    *("__enter__", "__exit__", "__aenter__", "__aexit__", "__iter__", "__next__", "__len__", "__reversed__"),
+    *("__bool__", "__complex__", "__divmod__", "__float__", "__int__", "__round__"),
+}
 
 
 class _Proxy(ABC):
@@ -113,10 +122,11 @@ class _Proxy(ABC):
         self._timeout = timeout
 
     def __getattr__(self, method: str) -> Method:
-        if (
-            method.startswith("__") and method not in _CALLED_BY_NAME
-        ):  # what Python or a tool looks for; a method of the value would be named in full
-            raise AttributeError(f"a proxy calls methods of the value, and {method!r} is not called by its name")
+        if method.startswith("__") and method.endswith("__") and method not in _CALLED_BY_NAME:
+            raise AttributeError(
+                f"a proxy calls methods of the value, and {method!r} is none that is called by name; call a function "
+                "that uses it: rpc_sync(rref.owner(), function, args=(rref,))"
+            )
         return partial(self._call, method)
 
     def __dir__(self) -> list[str]:

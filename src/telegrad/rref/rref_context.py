@@ -141,8 +141,17 @@ class RRefContext(ReferenceHolder):
 
     def value_of(self, rref_id: RRefId) -> Outcome:
         """The slot of a value that this worker owns, even if what creates it has not arrived yet."""
+        outcome = self.values.get(rref_id)
+        if outcome is not None:
+            return outcome
         with self._changed:
             return self.values.setdefault(rref_id, Outcome())
+
+    def come_home(self, rref_id: RRefId, sender: PeerId) -> Outcome | None:
+        """The slot of a value that a call brought home, from now on with a local handle more; None if it is lost. What
+        creates it may not have arrived yet: the sender can have the reference from who creates it."""
+        with self._changed:
+            return self.values.setdefault(rref_id, Outcome()) if self.owned.come_home(rref_id, sender) else None
 
     def value_for(self, rref_id: RRefId, asker: PeerId) -> Outcome:
         """The same for a worker that asks for it. It may ask before the value is made, but not for any number."""

@@ -3,6 +3,9 @@
 Every crossing makes a new fork, counted here before the message is sent and taken back if it never is. A reference that
 occurs several times in one message makes one. A message that cannot be put together again, or is no longer wanted, is
 read for its references alone, which are let go: otherwise their owners would keep the values for them.
+
+A call that brings a reference home, to the owner of its value, needs none of that. The handle it was made of lives
+until the call is answered, so the owner has the value when it comes: the id of the value is enough.
 """
 
 from contextlib import suppress
@@ -38,6 +41,16 @@ def reduce_reference(rref: RRef[Any]) -> tuple[Any, ...]:
     if crossing is None:
         _check_sendable(handle)
         raise UnsendableReference("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+    if (
+        crossing.kept is not None
+        and handle.owner is crossing.peer
+        and type(handle) is UserHandle
+        and handle.is_known()
+        and handle.rrefs.agent.layers is crossing.layers
+    ):
+        _check_sendable(handle)
+        crossing.kept.append(handle)
+        return come_home, (handle.rref_id,)
     fork_id = crossing.notes.get(handle)
     if fork_id is None:
         fork_id = crossing.notes[handle] = _fork(handle, crossing)
@@ -86,6 +99,18 @@ def arrive(rref_id: RRefId, fork_id: ForkId, owner: PeerId) -> RRef[Any]:
         handle = UserHandle(rrefs, rref_id, fork_id, member)
     rrefs.perform(actions)
     return RRef._of(handle)
+
+
+def come_home(rref_id: RRefId) -> RRef[Any]:
+    """What a reference is rebuilt by on the owner of its value, whose sender keeps its own meanwhile."""
+    rrefs, sender = receiver(), local.crossing.peer  # type: ignore[union-attr] # `receiver` has looked
+    value = rrefs.come_home(rref_id, peer_of(sender))
+    if value is None:
+        raise RRefError(
+            f"worker {rrefs.agent.info.name!r} keeps no value {show_id(rref_id)} for worker {sender.name!r} any more: "
+            "that worker is gone, or never had the reference it sent"
+        )
+    return RRef._of(OwnerHandle(rrefs, rref_id, value))
 
 
 def _lost(rrefs: RRefContext, rref_id: RRefId, fork_id: ForkId) -> Outcome:

@@ -119,15 +119,19 @@ class Connecting:
             order.synchronize()  # this thread's streams are not those the tensors were made on
         for number, notice in list(self._notices):
             connection.send(NOTICE, number, 0, notice, deadline=deadline)
+        # Layers above want to hear of replies that come too late. Under the number of a request that was taken this is
+        # no new one: its reply comes again. One that was lost is answered as what this is.
+        for request_id in self.pending.overdue():
+            connection.send(REQUEST, request_id, 0, Ping(), deadline=deadline)
+            # Nor is this run, under a number that was taken; but what it defines is known from then on, to those that
+            # follow.
+            if (call := self.pending.definition_in(request_id)) is not None:
+                connection.send(REQUEST, request_id, 0, call, deadline=deadline)
         for slot in self.pending.snapshot():
             if (
                 slot.request_id in self.pending.slots
             ):  # else its time was up meanwhile, and its tensors may have changed
                 connection.send(REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
-        # Layers above want to hear of replies that come too late. Under the number of a request that was taken this is
-        # no new one: its reply comes again. One that was lost is answered as what this is.
-        for request_id in self.pending.overdue():
-            connection.send(REQUEST, request_id, 0, Ping(), deadline=deadline)
 
     def _send_over_next(self, old: Connection, *frame: Any) -> None:
         """What was sent over `old` as that ended is lost, unless the next dial is still to come and sends it again."""
@@ -187,6 +191,7 @@ class Connecting:
         for slot in waiting:
             slot.error = self.died(slot)
         self.completion.settle(waiting)
+        self.pending.forget_given_up()
         self.settled.set()
 
     def close(self) -> None:

@@ -93,7 +93,9 @@ class Link(Connecting):
         now = time.monotonic()
         deadline = now + timeout if timeout else FOREVER
         resend = (message, payload, specs, memory)
-        slot = Slot(what, timeout, deadline, self, now, resend, definition, complete, attended, future, on_reply)
+        slot = Slot(
+            what, timeout, deadline, self, now, resend, definition, complete, attended, future, on_reply, packed.kept
+        )
         if future is not None:
             future.awaited = slot
         if order.active:
@@ -123,7 +125,7 @@ class Link(Connecting):
                     in_place=slot.in_place,
                 )
         except TimeoutError:
-            self.pending.give_up(slot.request_id)
+            self.pending.forget(slot.request_id)
             raise self.timeout_error(slot, NOT_TAKEN) from None
         except SerializationError:
             self.pending.take(slot.request_id)

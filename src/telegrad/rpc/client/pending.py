@@ -6,7 +6,7 @@ takes it out completes it, so nothing is completed twice and a late reply finds 
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,6 +35,7 @@ class Slot(msgspec.Struct, eq=False):
     # The future that `complete` will set, if that is what it does.
     future: Any = None
     on_reply: Any = None  # what a layer above does with the reply before it is unpacked
+    kept: Any = None  # what the worker counts on while it may still run the request
     request_id: int = 0
     frame: Frame | None = None
     error: BaseException | None = None
@@ -70,6 +71,13 @@ class Slot(msgspec.Struct, eq=False):
         return error
 
 
+class Left(NamedTuple):
+    """What is known on of a request that its caller has left."""
+
+    kept: Any  # see `Slot`
+    defines: Any  # the call with the definition of its function: later ones may have sent the number alone
+
+
 class Pending:
     """The table of one link. Taking out is atomic under the GIL: whoever pops a slot owns its completion."""
 
@@ -79,7 +87,8 @@ class Pending:
         self._lock = threading.Lock()  # numbers and enters in one step, so that `lowest` never skips one
         self._last = 0
         self._lowest = 1
-        self.given_up: set[int] = set()  # left by their callers; the reply may still come, and layers above hear of it
+        # Left by their callers: the reply may still come, and layers above hear of it.
+        self.given_up: dict[int, Left] = {}
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -123,22 +132,38 @@ class Pending:
         with self._lock:  # it is in one of the two at any moment
             slot = self.slots.pop(request_id, None)
             if slot is not None:
-                self.given_up.add(request_id)
+                self.given_up[request_id] = Left(slot.kept, slot.whole()[0] if slot.definition else None)
         return slot
+
+    def forget(self, request_id: int) -> None:
+        """A request could not be sent, or not all of it: it will have no reply, not even a late one."""
+        with self._lock:
+            self.slots.pop(request_id, None)
+            left = self.given_up.pop(request_id, None)  # by the timer, if its time was up as well
+        del left  # outside the lock, as below
 
     def overdue(self) -> list[int]:
         """The requests that were given up and have had no reply."""
         return sorted(self.given_up)
 
-    def is_late(self, request_id: int) -> bool:
-        """Whether a reply that nobody waits for comes to a request that was given up; true once.
+    def definition_in(self, request_id: int) -> Any:
+        """The call that a request was which was given up, if it may have defined its function."""
+        left = self.given_up.get(request_id)
+        return None if left is None else left.defines
+
+    def is_late(self, request_id: int, never_came: bool = False) -> bool:
+        """Whether a reply that nobody waits for comes to a request that was given up; true once. It may say that the
+        request was lost with its connection, and `never_came`.
 
         If not, it is a second copy of a reply that was taken: a request that was sent again is answered again."""
         with self._lock:
             try:
-                self.given_up.remove(request_id)
+                kept = self.given_up.pop(request_id).kept
             except KeyError:
                 return False
+        if never_came and kept is not None:
+            kept.unsent()
+        del kept  # outside the lock: what it was may be the last to hold a reference
         return True
 
     def expired(self, now: float) -> tuple[list[Slot], float]:
@@ -167,6 +192,12 @@ class Pending:
             if slot is not None:
                 taken.append(slot)
         return taken
+
+    def forget_given_up(self) -> None:
+        """No reply will come to what its caller has left: the worker is gone for good."""
+        with self._lock:
+            given_up, self.given_up = self.given_up, {}
+        del given_up  # outside the lock, as above
 
     def numbers(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """The requests that wait, those that were given up, and the lowest of both when it was last asked for."""

@@ -6,6 +6,7 @@ turn up with a handle that came from it. Three habits keep that rule when messag
 workers die (`docs/guarantees.md` draws them):
 
 1. A parent waits for its children. A user that shares its handle keeps its own fork until the owner knows the child's.
+   A call to the owner has no child: the handle in it is kept until the call is answered.
 2. An ack nobody waits for is answered with a delete. A stale `RRefForkRequest` can bring a deleted fork back at the
    owner, but its ack finds no such fork at the user, and the answer removes it. So no side remembers what is gone.
 3. A dead worker's forks stay until every other worker has said that it takes nothing more from the dead one, and which

@@ -61,6 +61,15 @@ class OwnerLedger:
         owned.held_here += 1
         return (*actions, SendChildAccept(parent, fork_id))
 
+    def come_home(self, rref_id: RRefId, sender: PeerId) -> bool:
+        """A call brought the id of a value, of which its sender keeps a confirmed fork until it is answered. Whether
+        that became a local handle."""
+        owned = None if sender in self._dead else self._owned.get(rref_id)
+        if owned is None:
+            return False
+        owned.held_here += 1
+        return True
+
     def share(self, rref_id: RRefId, child: ForkId, to: PeerId) -> Actions:
         """A local handle leaves in a call. Counted before it is sent: no request or ack is needed for it."""
         owned = self._owned[rref_id]
