@@ -214,6 +214,11 @@ def test_what_needs_functions_of_the_other_is_refused(what: str) -> None:
         REFUSED[what]()
 
 
+def test_a_method_of_a_reference_is_refused_by_its_rule() -> None:
+    with pytest.raises(CallRefused, match="rule 'exports only': a method of a reference runs what was not exported"):
+        REFUSED["a method of a reference"]()
+
+
 def test_gradients_of_gradients_are_refused() -> None:
     x = torch.ones(1, 3, requires_grad=True)
     with autograd.context() as context_id, pytest.raises(CallRefused, match="rule 'exports only': a WithGraph"):

@@ -3,6 +3,7 @@
 import datetime
 import os
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -262,9 +263,19 @@ def _with_certificate(folder: Path, certificate: str) -> dict[str, Any]:
     return {"transports": ("tcp",), "tls": rpc.Tls(cert, key, ca), "secret": "told to both, and long"}
 
 
-def _serve(folder: str, certificate: str) -> None:
+def _join_as(certificate: str, folder: str) -> None:
     join("worker1", 1, 2, f"file://{folder}/meeting", _with_certificate(Path(folder), certificate))
+
+
+def _serve(folder: str, certificate: str) -> None:
+    _join_as(certificate, folder)
     rpc.shutdown()
+
+
+def _stay(folder: str, certificate: str) -> None:
+    """As `_serve`, but it does not leave when it is refused by those it would leave with."""
+    _join_as(certificate, folder)
+    signal.pause()
 
 
 @pytest.fixture
@@ -284,7 +295,7 @@ def test_certificates_name_the_workers(authority: Path) -> None:
 
 
 def test_a_worker_with_the_certificate_of_another(authority: Path) -> None:
-    other = process(_serve, str(authority), "mallory")
+    other = process(_stay, str(authority), "mallory")
     try:
         join("worker0", 0, 2, f"file://{authority}/meeting", _with_certificate(authority, "worker0"))
         with pytest.raises((AuthenticationError, WorkerDied), match=r"mallory|certificate"):

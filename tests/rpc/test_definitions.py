@@ -3,17 +3,27 @@
 import operator
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from telegrad.errors import ProtocolError
+from telegrad.errors import CallRefused, ProtocolError, SerializationError
 from telegrad.ids import ContextId, ForkId, Incarnation, MessageId, RRefId, WorkerId
 from telegrad.rpc.request import Request
+from telegrad.rpc.server.function_table import FunctionTable
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import Frame, FrameKind
-from telegrad.wire.messages import AnyMessage, AutogradMetadata, PythonCall, PythonRemoteCall, RpcWithAutograd
+from telegrad.wire.messages import (
+    NEWS,
+    OF_A_SCRIPT,
+    AnyMessage,
+    AutogradMetadata,
+    PythonCall,
+    PythonRemoteCall,
+    RpcWithAutograd,
+)
 from tests.rpc.quiet import Events, QuietCopier, QuietStream, quiet_runtime, serve_with
 
 CALLER = Member("caller", WorkerId(0), Incarnation(1), (), 0)
@@ -28,6 +38,29 @@ FIRST: dict[str, AnyMessage] = {
     "remote in a context": RpcWithAutograd(METADATA, PythonRemoteCall(RRefId(1), ForkId(2), 7, ADD), False),
 }
 NEXT = PythonCall(7, b"")
+
+
+learned: list[str] = []
+
+
+def learn(word: str, function: Any) -> Any:
+    learned.append(word)
+    return function
+
+
+class Learning:
+    """What says so when it is unpacked, and is a function then."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return learn, self.arguments
+
+
+class Failing:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.truediv, (1, 0)
 
 
 class Quiet:
@@ -80,6 +113,61 @@ def test_the_next_call_may_run_before_the_first() -> None:
     session, tasks = serving(serve, FIRST["call"], NEXT)
     session.ready()
     assert found == [(2, operator.add), (1, operator.add)]
+
+
+def test_what_a_script_has_changed_is_known_to_all_calls_after_it() -> None:
+    """Also if the call that it came with is refused, and whichever function is called next."""
+    learned.clear()
+    table = FunctionTable("caller")
+    table.note(PythonCall(7, OF_A_SCRIPT + pack(Learning("defined", operator.add)).payload))
+    table.note(PythonCall(8, pack(operator.sub).payload))
+    assert learned == []
+    assert table.resolve(8) is operator.sub
+    assert learned == ["defined"]
+    assert table.resolve(7) is operator.add
+    assert set(table.found) == {7, 8}
+    for word in ("first", "second"):
+        table.note(PythonCall(7, NEWS + pack(Learning(word, None)).payload))
+        assert not table.found  # so that each call looks here
+    table.note(PythonCall(7, OF_A_SCRIPT + pack(Learning("defined", operator.add)).payload))  # sent again
+    assert table.resolve(8) is operator.sub
+    assert learned == ["defined", "first", "second"]
+
+
+def test_what_cannot_be_unpacked_is_an_error_of_its_function_until_more_comes() -> None:
+    table = FunctionTable("caller")
+    for number, function in ((7, operator.add), (8, operator.sub)):
+        table.note(PythonCall(number, OF_A_SCRIPT + pack(function).payload))
+    table.note(PythonCall(7, NEWS + pack(Failing()).payload))
+    assert table.resolve(8) is operator.sub
+    for _ in range(2):
+        with pytest.raises(SerializationError, match="ZeroDivisionError"):
+            table.resolve(7)
+    table.note(PythonCall(7, NEWS + pack(operator.add).payload))
+    assert table.resolve(7) is operator.add
+
+
+def test_what_changes_is_kept_only_until_it_is_unpacked() -> None:
+    table = FunctionTable("caller")
+    table.note(PythonCall(7, OF_A_SCRIPT + ADD))
+    news = PythonCall(7, NEWS + pack("x" * 2**20).payload)
+    for _ in range(200):
+        table.note(news)
+        table.resolve(7)
+    for _ in range(127):
+        table.note(news)
+    with pytest.raises(ProtocolError, match="wait for a call"):
+        table.note(news)
+
+
+def test_a_worker_that_runs_exported_functions_alone_unpacks_nothing() -> None:
+    learned.clear()
+    table = FunctionTable("caller", exports_only=True)
+    for form in (OF_A_SCRIPT, NEWS):
+        table.note(PythonCall(7, form + pack(Learning("defined", None)).payload))
+        with pytest.raises(CallRefused):
+            table.resolve(7)
+    assert learned == []
 
 
 def test_a_number_that_was_never_defined() -> None:

@@ -56,8 +56,10 @@ def start_call(
     else:
         link.connection()  # the handshake tells whether both run the same program
         defined = link.functions.define(func, link.main_by_value)
-        number, definition, what, _ = defined
-        message = (make or PythonCall)(number, definition)
+        (number, _, what, _), carried, definition, *_ = defined
+        message = (make or PythonCall)(number, carried)
+    if future is not None:
+        what = future.what = future.what or what
     args = tuple(args) if args else ()
     packed = pack_call(args) if number and not kwargs else None
     if packed is None:
@@ -68,7 +70,7 @@ def start_call(
         message,
         packed,
         timeout=patience if patience is not None else agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout,
-        what=future.what if future is not None else subject or what,
+        what=subject or what,
         definition=definition,
         complete=complete,
         future=future,
@@ -84,7 +86,7 @@ def _pack_any_call(agent: Agent, link: Link, func: Any, number: int, args: Any, 
     value = (args, kwargs) if number else (sendable(func), args, kwargs)
     if type(func) is str:  # an exported function may be that of a worker which takes nothing pickled
         return pack_plain(value)
-    return pack_counted(agent.layers, link.member, value, link.main_by_value)
+    return pack_counted(agent.layers, link.member, value, link.main_by_value, [])
 
 
 def start_request(

@@ -21,6 +21,7 @@ from telegrad.errors import ProtocolError
 from telegrad.wire import plain
 from telegrad.wire.pickling.pickler import dump
 from telegrad.wire.pickling.unpickler import PICKLE, PICKLE_AND_BUFFERS, FindClass, load
+from telegrad.wire.pickling.watch import Taken
 
 _NONE, _EMPTY_CALL, _TENSOR, _FLAT_TUPLE, _FLAT_CALL = range(5)
 _PLAIN = 7
@@ -30,6 +31,7 @@ NOT_FLAT = object()
 _MAX_FLAT = 255
 _MOST_SHAPES = 4096
 _SCALARS = frozenset({int, float, str, bool, bytes, type(None)})
+_FLAT_TYPES = _SCALARS | {Tensor, Parameter}
 _encode_scalars = msgspec.msgpack.Encoder().encode
 _decode_scalars = msgspec.msgpack.Decoder(Annotated[list[Any], msgspec.Meta(max_length=_MAX_FLAT)]).decode
 
@@ -39,6 +41,7 @@ class Packed(msgspec.Struct, frozen=True):
 
     payload: bytes
     tensors: list[Tensor]
+    kept: Any = None  # what was counted, and what of a call has to live until that has been answered
 
     def unsent(self) -> None:
         """It will not be sent after all: what was counted as sent with it is no longer."""
@@ -57,6 +60,11 @@ def pack(value: Any, *, main_by_value: bool = False) -> Packed:
 def pack_object(value: Any, *, main_by_value: bool = False) -> Packed:
     """The same for a value that is not flat."""
     return Packed(*dump(value, main_by_value))
+
+
+def pack_of_script(value: Any, taken: Taken) -> Packed:
+    """The same with `main_by_value` for a function or class; what it takes along of its script is noted in `taken`."""
+    return Packed(*dump(value, True, taken))
 
 
 def pack_plain(value: Any) -> Packed:
@@ -106,6 +114,8 @@ def is_modest(payload: Any) -> bool:
 def unpack_flat(payload: Any, tensors: Sequence[Tensor]) -> Any:
     """Put a value together again in which nothing is pickled; NOT_FLAT for a payload of another form."""
     form = payload[0] if payload else -1
+    if form == PICKLE:
+        return NOT_FLAT
     if form == _TENSOR:
         if len(tensors) != 1:
             raise ProtocolError(f"a payload of one tensor came with {len(tensors)}")
@@ -156,6 +166,8 @@ _shapes: dict[tuple[Any, ...], _Shape] = {}  # by form and types
 
 
 def _pack_tuple(form: int, values: tuple[Any, ...]) -> Packed | None:
+    if not _FLAT_TYPES.issuperset(map(type, values)):
+        return None
     key = (form, *map(type, values))
     shape = _shapes.get(key) or _shape_of(key)
     if shape is None:
@@ -189,10 +201,8 @@ def _shape_of(key: tuple[Any, ...]) -> _Shape | None:
     form, *types = key
     if len(types) > _MAX_FLAT:
         return None
-    tensors = [index for index, cls in enumerate(types) if cls is Tensor or cls is Parameter]
+    tensors = [index for index, cls in enumerate(types) if cls not in _SCALARS]
     scalars = [index for index, cls in enumerate(types) if cls in _SCALARS]
-    if len(tensors) + len(scalars) < len(types):
-        return None
     places = [tensors.index(index) + 1 if index in tensors else 0 for index in range(len(types))]
     shape = _Shape(bytes((form, len(types), *places)), _take(tensors), _take(scalars))
     if len(_shapes) < _MOST_SHAPES:

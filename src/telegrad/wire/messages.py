@@ -23,7 +23,7 @@ class PythonCall(Message, frozen=True, tag=1):
     """Run a function; the payload holds (args, kwargs)."""
 
     function: int  # its number in the sender's table of functions for this link; 0: only in `definition`
-    definition: bytes  # the function itself, the first time its number is used
+    definition: bytes  # the function itself, the first time its number is used; later, what has changed for it
 
 
 class PythonReply(Message, frozen=True, tag=2):
@@ -406,3 +406,6 @@ AnyMessage = (
 
 WITH_A_CALL = frozenset({RpcWithAutograd, RpcWithTrace, RpcWithProfiling})  # those that wrap another
 DEFINING = frozenset({PythonCall, PythonRemoteCall})  # those that may define the function they call
+# How a definition begins that takes globals of the caller's script along, and what comes in place of a definition where
+# such globals are to change before the call. Others begin as payloads do, or with `NAMED` (`rpc/trust/exports.py`).
+OF_A_SCRIPT, NEWS = b"\x09", b"\x0a"

@@ -482,6 +482,19 @@ def a_call_inside_grad() -> Any:
     return torch.func.grad(lambda x: call(twice, x).sum())(data(3))
 
 
+@refused(SerializationError, "has a tangent of forward-mode AD, which would be lost")
+def a_dual_tensor() -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return call(twice, torch.autograd.forward_ad.make_dual(data(3), torch.ones(3)))
+
+
+@program
+def a_call_beside_dual_tensors() -> Any:
+    x = leaf(3)
+    with torch.autograd.forward_ad.dual_level():
+        return call(twice, x) * x
+
+
 @refused(TypeError, r"autocast does not follow a coroutine")
 def autocast_for_a_coroutine() -> Any:
     return call(rpc.with_autocast(a_coroutine), leaf(3))

@@ -1,6 +1,9 @@
 """Functions by number, the caller's side: one that both workers can find by name is sent once on a link, and is a
 number afterwards. Anything else callable (a bound method, a lambda, a partial) travels with its arguments.
 
+One that is sent whole, since it is of this program's `__main__`, takes along the globals it uses. Those are watched:
+what has another value at the time of a call goes before the call, and only that.
+
 The other side is `server/function_table.py`.
 """
 
@@ -12,9 +15,11 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from telegrad.errors import SerializationError
 from telegrad.rpc.trust.exports import definition_of
-from telegrad.wire.codec import pack
-from telegrad.wire.messages import WITH_A_CALL, PythonCall
+from telegrad.wire.codec import pack, pack_of_script
+from telegrad.wire.messages import NEWS, OF_A_SCRIPT, WITH_A_CALL, PythonCall
+from telegrad.wire.pickling.watch import Key, Renewal, Taken, Watch
 
 BY_NAME = (FunctionType, BuiltinFunctionType, type, str)  # what may have a number
 NOT_NUMBERED = 0
@@ -30,31 +35,82 @@ class Callee(NamedTuple):
     by_number: PythonCall  # the message of a call, where the other worker knows the number
 
 
+class Defined(NamedTuple):
+    """What is sent for a function that is not called by its number alone."""
+
+    callee: Callee
+    carried: bytes  # its definition, or what it has to know before it runs, or nothing
+    resent: bytes  # the same for a connection over which nothing can be relied on
+    watch: Watch | None = None
+    taken: Taken | None = None  # what the other worker has when it has got this
+
+
 class FunctionTable:
     """The functions that were sent on one link. Several threads use it; what two of them define at once has two
-    numbers, which does no harm."""
+    numbers, and what two of them find changed is sent twice, which does no harm."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
         self.known: dict[Any, Callee] = {}  # those that are defined on the other worker
+        self._watched: dict[Any, tuple[Callee, Watch]] = {}  # the same, of those that use globals of a script
+        self._sent: dict[Key, int] = {}  # by global of a script: the version that the other worker has
         self._numbers = itertools.count(NOT_NUMBERED + 1)
+        self._left = _MAX_FUNCTIONS  # to be defined
 
-    def define(self, func: Any, main_by_value: bool) -> Callee:
+    def define(self, func: Any, main_by_value: bool) -> Defined:
         """A number and a definition for a function; NOT_NUMBERED for one that cannot be found by name. Text is the name
         that the other worker has exported one under."""
-        number, definition = NOT_NUMBERED, b""
         if type(func) is str:
-            number, definition = next(self._numbers), definition_of(func)
-        elif _has_a_name(func) and len(self.known) < _MAX_FUNCTIONS:
-            packed = pack(sendable(func), main_by_value=main_by_value)
-            if not packed.tensors:
-                number, definition = next(self._numbers), packed.payload
-        what = f"{name_of(func)}() on worker {self._worker!r}"
-        return Callee(number, definition, what, PythonCall(number, b""))
+            definition = definition_of(func)
+            return Defined(self._callee(func, next(self._numbers), definition), definition, definition)
+        if _has_a_name(func):
+            if main_by_value and (watched := self._watched.get(func)) is not None:
+                return self._renew(func, *watched)
+            if self._left > 0:
+                taken = Taken(self._sent)
+                value = sendable(func)
+                packed = pack_of_script(value, taken) if main_by_value else pack(value)
+                if not packed.tensors:
+                    watch = taken.watch()
+                    definition = packed.payload if watch is None else OF_A_SCRIPT + packed.payload
+                    callee = self._callee(func, next(self._numbers), definition)
+                    return Defined(callee, definition, definition, watch, taken)
+        return self._whole(func)
 
-    def sent(self, func: Any, callee: Callee) -> None:
-        """The call that defines `func` was sent: from now on its number is enough."""
-        if callee.number:
+    def _renew(self, func: Any, callee: Callee, watch: Watch) -> Defined:
+        if watch.holds():
+            return Defined(callee, b"", callee.definition)
+        taken, news = watch.look(self._sent)
+        if not news:
+            return Defined(callee, b"", callee.definition, taken.watch(), taken)
+        try:
+            packed = pack_of_script(Renewal(news, taken), taken)
+        except SerializationError:  # a reference, which can be sent with a call; or the call says why not
+            return self._whole(func)
+        if packed.tensors:
+            return self._whole(func)
+        changes = NEWS + packed.payload
+        return Defined(callee, changes, changes, taken.watch(), taken)
+
+    def _whole(self, func: Any) -> Defined:
+        return Defined(self._callee(func, NOT_NUMBERED, b""), b"", b"")
+
+    def _callee(self, func: Any, number: int, definition: bytes) -> Callee:
+        return Callee(number, definition, f"{name_of(func)}() on worker {self._worker!r}", PythonCall(number, b""))
+
+    def sent(self, func: Any, defined: Defined) -> None:
+        """The call that defines `func`, or says what has changed for it, was sent: from now on that is known."""
+        callee, taken = defined.callee, defined.taken
+        if taken is not None:
+            for key, version in taken.versions.items():
+                if version > self._sent.get(key, -1):
+                    self._sent[key] = version
+        if defined.watch is not None:
+            if func not in self._watched:
+                self._left -= 1
+            self._watched[func] = (callee, defined.watch)
+        elif callee.number and defined.carried:
+            self._left -= func not in self.known and type(func) is not str
             self.known.setdefault(func, callee)
 
 
@@ -62,7 +118,8 @@ def name_of(func: Any) -> str:
     """How a function is called in errors and traces."""
     if type(func) is str:
         return func
-    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+    name: str = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+    return name.replace("_VariableFunctionsClass.", "torch.")  # a class of torch's, where most of its functions live
 
 
 def _has_a_name(func: Any) -> bool:

@@ -161,5 +161,5 @@ def _function(request: Request) -> str:
     if number is None:
         return type(call).__name__
     name = name_in(request.session.functions.definition(number) or b"")
-    found = request.session.functions.found.get(number)
+    found = request.session.functions.made.get(number)
     return name or getattr(found, "__qualname__", None) or f"number {number}"

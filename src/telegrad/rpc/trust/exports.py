@@ -137,7 +137,10 @@ def find_export(definition: bytes, caller: str) -> Export:
         raise CallRefused("rule 'exports only': a function came by value or by import path; call exported names alone")
     entry = _exports.get(name)
     if entry is None:
-        raise CallRefused(f"rule 'exports only': no function is exported as {name!r}")
+        raise CallRefused(
+            f"no function is exported as {name!r}: func is text, which names an exported function (`rpc.export`). Pass "
+            "the function itself, unless the worker runs exported ones alone (rule 'exports only')"
+        )
     if entry.may_call is not None and caller not in entry.may_call:
         raise CallRefused(f"rule 'may_call' of {name!r}: worker {caller!r} may not call it")
     return entry

@@ -13,18 +13,23 @@ _MAX_TEXT = 200
 
 _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (
-        (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
-        "its state cannot leave the process; send a list of what it yields, or the function that makes it",
+        (types.GeneratorType, types.AsyncGeneratorType),
+        (
+            "its state cannot leave the process; send a list of what it yields, or the function that makes it; "
+            "rpc.stream gives what one on another worker yields, as it comes"
+        ),
     ),
+    (types.CoroutineType, "its state cannot leave the process; send the function that makes it"),
     (types.ModuleType, "import it on the worker instead"),
     (io.IOBase, "send its name, or what it contains, and open it on the worker"),
 )
+BLAMED = "a value"  # how a text begins, unless it is about an argument
 _DEFAULT_ADVICE = "create it on the worker that needs it, or give its class a __reduce__ that leaves it out"
 
 
 def blame(value: Any, attempt: Callable[[Any], object]) -> str:
     """Name the innermost part of `value` on which `attempt` fails, the way to it, and what to do."""
-    path = ["a value"]
+    path = [BLAMED]
     refused = value
     why = _failure(value, attempt)
     is_call = isinstance(value, tuple) and list(map(type, value)) == [tuple, dict]

@@ -4,13 +4,15 @@ Each arrives with the global names it uses. All that came from one script share 
 a global, another finds there. A global belongs to the worker once it has arrived, as if each worker had run the script.
 It is replaced only when the script itself has given the name another value: each name travels with a version, which the
 script counts. A tensor that requires grad, or what holds one, comes anew with each message, for its gradient has to go
-back with that message.
+back with that message. Who notices that a global has another value is in `watch.py`.
 """
 
 import builtins
 import secrets
 import sys
+import threading
 import weakref
+from collections.abc import Iterable
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -24,7 +26,34 @@ _PLAIN = (int, float, complex, str, bytes, type(None), type, FunctionType, Built
 
 _spaces: dict[str, dict[str, Any]] = {}  # by the script they came from
 _known: dict[str, dict[str, int]] = {}  # the versions of what is in them
+_lock = threading.Lock()  # guards the entering of names into a namespace, with their versions
 _counted: dict[str, tuple[Any, int]] = {}  # of the own script: the value that was last sent, and its version
+
+
+class Gone:
+    """In place of the value of a global that has been deleted."""
+
+
+class _State:
+    """Replaced as soon as something has another version, or a value that was counted is no more: until then two values
+    of a global with one id are one."""
+
+    now = object()
+
+
+state = _State()
+
+
+def own_origin() -> str:
+    """The script of this process."""
+    return _HERE
+
+
+def namespace(origin: str) -> dict[str, Any]:
+    """The globals of that script, as far as they have come here."""
+    if origin == _HERE:
+        return vars(sys.modules["__main__"])
+    return _spaces.setdefault(origin, {"__name__": "__main__", "__builtins__": builtins, _ORIGIN: origin})
 
 
 def origin_of(function: FunctionType) -> str | None:
@@ -66,36 +95,85 @@ def _is_trained(value: Any) -> bool:
 
 
 def _count(name: str, value: Any) -> int:
-    known, version = _counted.get(name, (None, 0))
-    if isinstance(known, weakref.ref):
-        known = known()
+    known, version = _last(name)
     if not version or known is not value:
         version += 1
         try:
-            _counted[name] = (weakref.ref(value), version)
+            _counted[name] = (weakref.ref(value, _changed), version)
         except TypeError:  # of a class that has none
             _counted[name] = (value, version)
+        _changed()
     return version
+
+
+def _last(name: str) -> tuple[Any, int]:
+    """The value of a global that was last sent, and its version: 0 if none was."""
+    known, version = _counted.get(name, (None, 0))
+    if isinstance(known, weakref.ref):
+        known = known()
+        if known is None:
+            known = _counted  # which is no value of any global
+    return known, version
+
+
+def _changed(_: Any = None) -> None:
+    state.now = object()
+
+
+def with_gone(origin: str, used: Iterable[str], names: dict[str, Any]) -> dict[str, Any]:
+    """The globals of a function, and those it uses that were sent once and are deleted since."""
+    gone = [name for name in used if name not in names and version_of(origin, name, Gone) != 0]
+    return {**names, **dict.fromkeys(gone, Gone)} if gone else names
+
+
+def version_of(origin: str, name: str, value: Any) -> int | None:
+    """The version of a global if that was counted already; 0 for one that has never been sent, and is not there."""
+    if origin != _HERE:
+        return _known.get(origin, {}).get(name, 0)
+    known, version = _last(name)
+    if version and known is value:
+        return version
+    return 0 if value is Gone and not version else None
 
 
 def function_of(origin: str, code: CodeType, closure: Any) -> FunctionType:
     """A function of that script; the rest of it follows with `finish_function`."""
-    if origin == _HERE:
-        names = vars(sys.modules["__main__"])
-    else:
-        names = _spaces.setdefault(origin, {"__name__": "__main__", "__builtins__": builtins, _ORIGIN: origin})
-    return FunctionType(code, names, None, None, closure)
+    return FunctionType(code, namespace(origin), None, None, closure)
 
 
 def finish_function(function: FunctionType, state: Any) -> None:
     """Give a function its state, and its script's namespace the globals that are new."""
     rest, arrived, versions = state
     names = function.__globals__
-    origin = names.get(_ORIGIN)
-    known = _known.setdefault(origin, {}) if origin is not None else {}
-    for name, value in arrived.items():
-        version = versions[name] if origin is not None else 0  # what comes home finds its own globals
-        if version == _ALWAYS or name not in names or version > known.get(name, 0):
-            names[name] = value
-            known[name] = version
+    _enter(names.get(_ORIGIN), names, arrived, versions)
     cloudpickle.cloudpickle._function_setstate(function, rest)
+
+
+def renew(origin: str, arrived: dict[str, Any], versions: dict[str, int]) -> None:
+    """Give a script's namespace the globals that have changed in the script."""
+    if origin != _HERE:
+        _enter(origin, namespace(origin), arrived, versions)
+
+
+def _enter(origin: str | None, names: dict[str, Any], arrived: dict[str, Any], versions: dict[str, int]) -> None:
+    before = []  # let go of when the lock is free: they may have something to do at their end
+    with _lock:
+        known = _known.setdefault(origin, {}) if origin is not None else {}
+        for name, value in arrived.items():
+            version = versions[name] if origin is not None else 0  # what comes home finds its own globals
+            last = known.get(name, 0)
+            if version == _ALWAYS or version > last or (name not in names and version == last):
+                before.append(names.get(name))
+                known[name] = version
+                if value is Gone:
+                    names.pop(name, None)
+                else:
+                    names[name] = value
+    if before and origin is not None:
+        _changed()
+
+
+def keep_class(cls: type, state: Any) -> None:
+    """Give a class its state if it has just been made: to one that was here already this worker may have done much."""
+    if not vars(cls).keys() >= state[0].keys():
+        cloudpickle.cloudpickle._class_setstate(cls, state)

@@ -11,7 +11,7 @@ import inspect
 import io
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -25,18 +25,29 @@ from torch.storage import TypedStorage
 from telegrad.errors import SerializationError
 from telegrad.wire.pickling import unpickler
 from telegrad.wire.pickling.blame import blame
-from telegrad.wire.pickling.main_module import finish_function, function_of, origin_of, versions_of
+from telegrad.wire.pickling.main_module import (
+    Gone,
+    finish_function,
+    function_of,
+    keep_class,
+    origin_of,
+    versions_of,
+    with_gone,
+)
 from telegrad.wire.pickling.subclasses import put_together, take_apart
 from telegrad.wire.pickling.unpickler import BUFFER_COUNT, PICKLE, PICKLE_AND_BUFFERS
+from telegrad.wire.pickling.watch import Key, Taken
 
 Reduce = Callable[[Any], tuple[Any, ...]]
 Pickled = tuple[bytes, list[Tensor]]  # a payload, and its table
 
 # Below this a buffer costs less inside the pickle than as an entry of the table.
 _SMALLEST_BUFFER = 1024
+_WITH_SETTER = 6  # the length of a reduction that names what gives an object its state
 # A process started by multiprocessing knows its main module by the second name as well.
 _MAIN_MODULES = ("__main__", "__mp_main__")
 
+_data: dict[Key, tuple[int, bool]] = {}  # by global of a script: a version, and whether that is data alone
 _reducers: dict[type, Reduce] = {}
 _recording: Callable[[], bool] = lambda: False  # noqa: E731 - replaced by `set_recording`
 # Classes whose objects, subclasses included, do not take pickle's own way.
@@ -68,14 +79,15 @@ def set_recording(recording: Callable[[], bool]) -> None:
     _recording = recording
 
 
-def dump(value: Any, main_by_value: bool) -> Pickled:
-    """Take a value apart; SerializationError says what in it cannot be."""
+def dump(value: Any, main_by_value: bool, taken: Taken | None = None) -> Pickled:
+    """Take a value apart; SerializationError says what in it cannot be. What of scripts it takes along is noted in
+    `taken`, and data among it that the receiver has got is left out."""
     try:
         return _dump(_Pickler, value, main_by_value)
     except SerializationError:
         raise
     except Exception:  # pickle says "cannot" in many classes, and reducers of users raise anything
-        return _pack_with_cloudpickle(value, main_by_value)
+        return _pack_with_cloudpickle(value, main_by_value, taken)
 
 
 class _SendByValue(Exception):
@@ -85,8 +97,9 @@ class _SendByValue(Exception):
 class _Table:
     """What a pickler puts aside: tensors, then the buffers of other array libraries."""
 
-    def __init__(self, main_by_value: bool) -> None:
+    def __init__(self, main_by_value: bool, taken: Taken | None = None) -> None:
         self.main_by_value = main_by_value
+        self.taken = taken
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
 
@@ -188,7 +201,11 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle sh
             )
         if cls is FunctionType and getattr(obj, "_torchdynamo_wrapper_id", None) == id(obj):
             return unpickler.compiled, (obj._torchdynamo_orig_callable, _backend_of(obj))
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        taken = self._table.taken
+        if taken is not None and taken.renewal and isinstance(obj, type) and type(reduced) is tuple:
+            return (*reduced[:-1], keep_class) if len(reduced) == _WITH_SETTER else reduced
+        return reduced
 
     def _dynamic_function_reduce(self, func: FunctionType) -> Any:
         reduced = super()._dynamic_function_reduce(func)
@@ -197,14 +214,53 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle sh
             return reduced
         code, _, _, _, closure = reduced[1]
         attributes, slots = reduced[2]
-        names = slots["__globals__"]
+        used = cloudpickle.cloudpickle._extract_code_globals(func.__code__)
+        names = with_gone(origin, used, slots["__globals__"])
+        versions = versions_of(origin, names)
+        if self._table.taken is not None:
+            names = _choose(self._table.taken, origin, used, names, versions)
         rest = (attributes, {**slots, "__globals__": {}})
-        state = (rest, names, versions_of(origin, names))
+        state = (rest, names, versions)
         return function_of, (origin, code, closure), state, None, None, finish_function
 
 
-def _dump(pickler: type[_Pickler | _CloudPickler], value: Any, main_by_value: bool) -> Pickled:
-    table = _Table(main_by_value)
+def _choose(
+    taken: Taken, origin: str, used: Iterable[str], names: dict[str, Any], versions: dict[str, int]
+) -> dict[str, Any]:
+    """The globals that go along with a function: all but data which the receiver has got."""
+    left_out = set()
+    for name in used:
+        key, version = (origin, name), versions.get(name, 0)
+        taken.note(key, names.get(name, Gone), version)
+        if 0 <= version <= taken.sent.get(key, -1) and name in names and _is_data(key, version, names[name]):
+            left_out.add(name)
+    return {name: value for name, value in names.items() if name not in left_out} if left_out else names
+
+
+def _is_data(key: Key, version: int, value: Any) -> bool:
+    """Whether no function or class of a script is in a value, which would have to be looked through."""
+    known, is_data = _data.get(key, (-1, False))
+    if known != version:
+        try:
+            _Pickler(_Nowhere(), _Table(True)).dump(value)  # type: ignore[arg-type] # of a file it only writes
+            is_data = True
+        except Exception:
+            is_data = False
+        _data[key] = (version, is_data)
+    return is_data
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _dump(
+    pickler: type[_Pickler | _CloudPickler], value: Any, main_by_value: bool, taken: Taken | None = None
+) -> Pickled:
+    table = _Table(main_by_value, taken)
     file = io.BytesIO()
     file.write(b"\0")
     pickler(file, table).dump(value)
@@ -217,11 +273,11 @@ def _dump(pickler: type[_Pickler | _CloudPickler], value: Any, main_by_value: bo
     return file.getvalue(), table.tensors + table.buffers
 
 
-def _pack_with_cloudpickle(value: Any, main_by_value: bool) -> Pickled:
+def _pack_with_cloudpickle(value: Any, main_by_value: bool, taken: Taken | None) -> Pickled:
     if main_by_value and "__mp_main__" in sys.modules:
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])  # as cloudpickle itself does with `__main__`
     try:
-        return _dump(_CloudPickler, value, main_by_value)
+        return _dump(_CloudPickler, value, main_by_value, taken)
     except SerializationError:
         raise
     except Exception as error:

@@ -25,6 +25,9 @@ FindClass = Callable[[str, str], Any]
 PICKLE, PICKLE_AND_BUFFERS = 5, 6  # forms of a payload; the others are in `codec.py`
 BUFFER_COUNT = struct.Struct("<I")
 
+_OURS = f"{__name__.partition('.')[0]}."
+_ours: dict[tuple[str, str], Any] = {}  # what was found in modules of Telegrad itself, which stay as they are
+
 
 # What a pickled payload names in this module, and the reader that gives those names their meaning.
 
@@ -95,9 +98,12 @@ def load(payload: Any, tensors: Sequence[Tensor], find_class: FindClass | None) 
 
 
 def _import_by_name(module: str, name: str) -> Any:
+    found: Any = _ours.get((module, name))
+    if found is not None:
+        return found
     try:
         # Not from `sys.modules`: another thread may be half-way through importing it.
-        found: Any = importlib.import_module(module)
+        found = importlib.import_module(module)
     except ImportError as error:
         raise SerializationError(
             f"{module}.{name} was sent by name, but module {module!r} cannot be imported on the receiving worker "
@@ -117,4 +123,6 @@ def _import_by_name(module: str, name: str) -> Any:
                 else "see that both workers have the same version of it, and that importing the module defines it"
             )
         ) from error
+    if module.startswith(_OURS) and "." not in name:  # of which there are no more than it has
+        _ours[module, name] = found
     return found

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from telegrad.cuda import order
@@ -40,6 +41,8 @@ _kind: Callable[[Tensor], _Kind] = attrgetter("dtype", "shape", "requires_grad",
 
 def describe_on_device(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]] | None:
     """Specs and segments of plain CUDA tensors; None if one of them is anything else."""
+    if forward_ad._current_level >= 0:
+        return None  # any of them may have a tangent
     try:
         if len(tensors) == 1:
             only = _describe_one(tensors[0], 0)

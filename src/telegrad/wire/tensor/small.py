@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, from_numpy, frombuffer
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from telegrad.errors import ProtocolError
@@ -35,6 +36,8 @@ _kind: Callable[[Tensor], _Kind] = attrgetter("dtype", "shape", "requires_grad",
 
 def describe_small(tensors: Sequence[Tensor]) -> tuple[Sequence[TensorSpec], bytes] | None:
     """Specs and a copy of all bytes, if these are few, contiguous, on the CPU, and no two tensors share memory."""
+    if forward_ad._current_level >= 0:
+        return None  # any of them may have a tangent
     try:
         if len(tensors) != 1:
             return _describe_several(tensors)

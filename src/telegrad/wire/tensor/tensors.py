@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from telegrad.errors import SerializationError
@@ -61,6 +62,8 @@ def describe(tensors: Sequence[Tensor]) -> tuple[list[TensorSpec], list[Segment]
     Memory is sent from where it lies, on the host or on a CUDA device, so it must not change before the transport has
     taken it. Memory on devices of other kinds is copied to the host.
     """
+    if forward_ad._current_level >= 0:
+        return _describe_any(tensors)  # which looks for tangents
     specs: list[TensorSpec] = []
     segments: list[Segment] = []
     storages = set()
@@ -128,6 +131,11 @@ def _refuse_strangers(tensor: Tensor) -> None:
         raise _unsendable(tensor, f"its class is {cls.__module__}.{cls.__qualname__}, not torch.Tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise _unsendable(tensor, "it exists only inside a torch.func transform: make the call outside of it")
+    # No type is declared for this one of torch's.
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise _unsendable(
+            tensor, "it has a tangent of forward-mode AD, which would be lost: make the call outside of it"
+        )
 
 
 def _take_apart(tensor: Tensor, next_index: int) -> tuple[TensorSpec, list[Tensor]]:
