@@ -1,9 +1,11 @@
 """How a worker's program ends that does not call `shutdown`, as the others are told: real interpreters, real ends."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from telegrad import rpc
 from telegrad.errors import WorkerDied
 from telegrad.rpc.job.ending import ending_by
-from tests.cluster import join
+from tests.cluster import end, join, process
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +87,93 @@ def test_the_others_are_told_how(tmp_path: Path) -> None:
         rpc.shutdown(graceful=False)
 
 
+# --- processes of multiprocessing, which leave without what `atexit` has registered ---
+
+_go = threading.Event()
+
+
+def _let_go() -> None:
+    _go.set()
+
+
+def _work(name: str, meeting: str) -> None:
+    join(name, -1, None, meeting, {})
+    _go.wait(60)
+    if name == "raises":
+        raise ValueError("bad input")
+    if name == "exits":
+        try:
+            raise KeyError("part")
+        except KeyError:
+            sys.exit(3)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes_of_multiprocessing(tmp_path: Path, method: str) -> None:
+    meeting = f"file://{tmp_path}/meeting"
+    expected = {
+        "returns": "exited without calling rpc.shutdown()",
+        "raises": "ended by ValueError: bad input (incarnation",
+        "exits": "exited with status 3 after KeyError: 'part' without calling rpc.shutdown()",
+    }
+    context = multiprocessing.get_context(method)
+    started = [context.Process(target=_work, args=(name, meeting), daemon=True) for name in expected]
+    for each in started:
+        each.start()
+    try:
+        join("watcher", -1, None, meeting, {})
+        for name, said in expected.items():
+            reach(name)
+            rpc.rpc_async(name, _let_go)
+            # What it raised is not to be seen from Python 3.13 on.
+            assert (said if sys.version_info < (3, 13) else expected["returns"]) in death_of(name)
+    finally:
+        end(started, patience=0)
+        rpc.shutdown(graceful=False)
+
+
+def test_threads_that_the_process_waits_for_may_go_on(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path}/meeting"
+    other = process(_leave_to_a_thread, meeting)
+    try:
+        join("watcher", -1, None, meeting, {})
+        reach("threaded")
+        rpc.rpc_sync("threaded", _let_go)
+        assert _heard.wait(60)
+    finally:
+        end([other], patience=0)
+        rpc.shutdown(graceful=False)
+
+
+_heard = threading.Event()
+
+
+def _hear() -> None:
+    _heard.set()
+
+
+def _leave_to_a_thread(meeting: str) -> None:
+    join("threaded", -1, None, meeting, {})
+    main = threading.current_thread()
+
+    def call_when_it_waits() -> None:
+        while "_shutdown" not in _functions_of(main):
+            time.sleep(0.01)
+        rpc.rpc_sync("watcher", _hear)
+
+    threading.Thread(target=call_when_it_waits).start()
+    _go.wait(60)
+
+
+def _functions_of(thread: threading.Thread) -> set[str]:
+    frame = sys._current_frames().get(thread.ident or 0)
+    found = set()
+    while frame is not None:
+        found.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return found
+
+
 def reach(name: str) -> None:
     deadline = time.monotonic() + 90
     while True:
@@ -114,3 +203,10 @@ def test_a_text_stays_where_peers_are_not_trusted() -> None:
 
 def test_a_message_instead_of_a_status_is_a_failure() -> None:
     assert "status 1" in ending_by(SystemExit("no input")) and "status" not in ending_by(SystemExit())
+
+
+def test_a_status_after_an_exception() -> None:
+    error = SystemExit(2)
+    error.__context__ = ValueError("patient 17")
+    assert "status 2 after ValueError: patient 17 without" in ending_by(error)
+    assert "status 2 after ValueError without" in ending_by(error, tells_text=False)

@@ -340,3 +340,104 @@ def test_a_worker_ends_well_with_threads_inside_torch() -> None:
     assert "[worker1] exit handler, after the thread: True" in out
     assert "status 0" in out
     assert "terminate" not in err
+
+
+# --- a block that is never left: a notebook's, a prompt's, one that the program forgets ---
+
+OPEN = """
+import atexit, contextlib, os, signal, sys, threading, time
+import telegrad
+from telegrad import rpc
+
+block = telegrad.local_cluster(workers=2)
+cluster = block.__enter__()
+print("pids", cluster.pid("worker1"), flush=True)
+"""
+IN_A_STACK = OPEN.replace("block.__enter__()", "contextlib.ExitStack().enter_context(block)")
+IN_A_GENERATOR = OPEN.replace("cluster = block.__enter__()", "").replace(
+    "print(",
+    "def within():\n    with block as cluster:\n        yield cluster\nheld = within()\ncluster = next(held)\nprint(",
+)
+AT_EXIT = """
+def at_exit():
+    import atexit
+    atexit.register(lambda: print("exit handler"))
+rpc.rpc_sync("worker1", at_exit)
+"""
+UNDER_WAY = "rpc.rpc_async('worker1', time.sleep, args=(600,))\n"
+
+
+def run_to_its_end(code: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    """A program that leaves a cluster open. Its input is empty, as that of a prompt at which Ctrl-D is pressed."""
+    command = [sys.executable, *options, "-c", code]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as program:
+        try:
+            out, err = program.communicate(timeout=100)
+        finally:
+            program.kill()
+    first, *others = out.splitlines()
+    assert first.startswith("pids"), out
+    wait_until_gone([int(pid) for pid in first.split()[1:]])
+    return subprocess.CompletedProcess(command, program.returncode, "\n".join(others), err)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        pytest.param(OPEN, 0, id="end"),
+        pytest.param(IN_A_STACK, 0, id="stack"),
+        pytest.param(IN_A_GENERATOR, 0, id="generator"),
+        pytest.param(OPEN + "raise SystemExit(3)", 3, id="status"),
+        pytest.param(OPEN + UNDER_WAY + "raise SystemExit(3)", 3, id="busy"),
+        pytest.param(OPEN + "rpc.shutdown()", 0, id="shutdown"),
+        pytest.param(OPEN + "rpc.shutdown(graceful=False)", 0, id="at-once"),
+        pytest.param(OPEN + UNDER_WAY + "1 / 0", 1, id="error"),
+        pytest.param(OPEN + UNDER_WAY + "signal.raise_signal(signal.SIGINT)", -signal.SIGINT, id="ctrl-c"),
+        pytest.param(OPEN + "os._exit(5)", 5, id="no-handlers"),
+        pytest.param(OPEN + "cluster.kill('worker1')", 0, id="killed-worker"),
+    ],
+)
+def test_a_program_ends_with_its_cluster_open(code: str, status: int) -> None:
+    assert run_to_its_end(code).returncode == status
+
+
+def test_a_prompt_ends_with_its_cluster_open() -> None:
+    assert run_to_its_end(OPEN, "-i").returncode == 0
+
+
+def test_a_program_that_ends_shuts_its_open_cluster_down() -> None:
+    """The workers end by themselves, and what the program does at its own exit can still call them."""
+    call = "atexit.register(lambda: print(rpc.rpc_sync('worker1', pow, (2, 3))))"
+    done = run_to_its_end(OPEN + AT_EXIT + call)
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == ["8", "[worker1] exit handler"], done.stderr
+
+
+def test_calls_under_way_in_an_open_cluster_have_little_time() -> None:
+    done = run_to_its_end(OPEN + UNDER_WAY)
+    assert done.returncode == 0
+    assert "a local_cluster was open when the program ended: " in done.stderr
+    assert "still under way: sleep() on worker 'worker1'" in done.stderr
+
+
+def test_a_fork_leaves_an_open_cluster_alone() -> None:
+    forks = "child = os.fork() or sys.exit(0)\nprint(os.waitpid(child, 0)[1], rpc.rpc_sync('worker1', pow, (2, 3)))"
+    assert run_to_its_end(OPEN + forks).stdout == "0 8"
+
+
+def test_a_daemon_thread_in_its_block_does_not_hold_up_the_end() -> None:
+    lines = "\n    ".join(OPEN.strip().splitlines()[4:])
+    code = f"""
+{OPEN.partition("block =")[0]}
+entered = threading.Event()
+def work():
+    global block
+    {lines}
+    entered.set()
+    time.sleep(600)
+threading.Thread(target=work, daemon=True).start()
+entered.wait()
+"""
+    assert run_to_its_end(code).returncode == 0

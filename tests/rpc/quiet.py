@@ -84,6 +84,8 @@ class QuietStream:
     """What a link or a session knows of the stream under its connection."""
 
     last_written = 0.0
+    pending = 0
+    held = None
 
     def __init__(self, number: int, readable: Callable[[], bool] = lambda: False) -> None:
         self._number = number

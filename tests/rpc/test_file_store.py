@@ -26,7 +26,7 @@ from telegrad.rpc.job.rendezvous.file_store import FileStore
 from telegrad.rpc.job.rendezvous.member_log import open_store
 from telegrad.rpc.job.rendezvous.store_client import StoreClosed
 from tests.cluster import end, process
-from tests.waiting import wait_until
+from tests.waiting import stop_process, wait_until
 
 SOON = timedelta(seconds=0.2)
 
@@ -282,7 +282,7 @@ def test_a_lock_that_a_stopped_process_holds(path: str, tmp_path: Path, started:
     size = os.path.getsize(path)
     started.append(process(hold, path, str(tmp_path / "ready")))
     wait_until((tmp_path / "ready").exists, 60)
-    os.kill(started[0].pid, signal.SIGSTOP)
+    stop_process(started[0].pid)
     made.set_timeout(SOON)
     began = time.monotonic()
     with pytest.raises(StoreClosed, match=rf"{re.escape(path)}' has been locked for 0\.2 s by .*process.*stopped"):

@@ -114,7 +114,7 @@ def test_large_replies_are_acknowledged_together_when_the_delayed_flush_looks() 
     numbers = iter(range(1, 4))
 
     def receive() -> list[Any]:
-        return [SimpleNamespace(kind=REPLY, is_large=True, request_id=next(numbers))]
+        return [SimpleNamespace(kind=REPLY, is_large=True, request_id=next(numbers), message=None)]
 
     def mention(message: Any, ack: int, within: float, payload: bytes) -> None:
         mentioned.append((message, within))

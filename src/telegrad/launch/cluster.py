@@ -27,10 +27,12 @@ from telegrad.errors import AlreadyInitialized, RendezvousError
 from telegrad.launch.processes import Supervised, describe_status, end, say
 from telegrad.launch.worker import BOOT, READY, Orders, send_orders
 from telegrad.rpc.current import current_agent, require_agent
+from telegrad.rpc.job.lifecycle import first_at_exit
 from telegrad.rpc.threads.cores import variables_for
 from telegrad.rpc.torch_modes import seeds
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+_EXIT_SECONDS = 3.0  # the same for a block that is open when the program ends; Jupyter kills a kernel that takes five
 _MOST_EARLY_ENDS = 3  # starts in a row that end before the worker has joined, after which it is not started again
 
 
@@ -39,6 +41,10 @@ class Cluster:
 
     After `start_restarting`, a worker that ends otherwise than by a shutdown is started again by the thread that saw
     it end; the lock guards the table of processes against that thread.
+
+    A block that is open when the program ends is ended by `end_with_program`, while threads run. The interpreter would
+    leave the block only when it clears its modules: daemon threads stand still by then, and the one that waits for a
+    process keeps the lock that everybody else needs to learn of its end.
 
     Examples:
         >>> with telegrad.local_cluster(workers=3) as cluster:
@@ -49,7 +55,11 @@ class Cluster:
     def __init__(self, names: Sequence[str], show_output: bool, env: Mapping[str, str]) -> None:
         self.names = tuple(names)
         self.dashboard = ""  # the address of its live page, if it has one
+        self.is_over = False  # whether it has been ended
+        self.directory = tempfile.mkdtemp(prefix="telegrad-")
+        self._page = contextlib.ExitStack()
         self._owner = os.getpid()
+        self._thread = threading.current_thread()
         self._processes: dict[str, Supervised] = {}
         self._lines: dict[str, socket.socket] = {}
         self._show_output = show_output
@@ -77,10 +87,7 @@ class Cluster:
 
     def kill(self, name: str) -> None:
         """Kill a worker as a crash would, to see what a program makes of it."""
-        process = self._processes[name]
-        process.dismissed = True
-        process.kill_group()
-        process.wait()
+        self._processes[name].kill()
 
     def start(self, options: rpc.RpcBackendOptions) -> None:
         """Start the other workers, all at once, and return when each is about to join."""
@@ -177,34 +184,64 @@ class Cluster:
         words = "\n".join(process.last_lines) or "(nothing)"
         return RendezvousError(f"worker {name!r} {describe_status(process.status)} before it joined. It said:\n{words}")
 
-    def wait_for_end(self, seconds: float) -> None:
-        """After all have shut down: wait until the processes have ended by themselves."""
+    def open_page(self) -> None:
+        """Serve a live page of the job, as long as the cluster lasts."""
+        from telegrad.observe.live.page import serving  # noqa: PLC0415 - with packages that only this needs
+
+        self.dashboard = self._page.enter_context(serving(require_agent())).url
+        print(f"the dashboard is at {self.dashboard}", flush=True)
+
+    def shut_down(self, seconds: float) -> None:
+        """Wait for calls under way, leave the job with all others, and wait until they have ended by themselves."""
+        self._page.close()
+        self.stop_restarting()
+        if current_agent() is not None:  # the block may have called rpc.shutdown() itself
+            rpc.shutdown(timeout=seconds)
         deadline = time.monotonic() + seconds
         for process in self._processes.values():
             process.dismissed = True
             process.wait(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
-        """End the processes, whatever they do. Returns when they are gone and their output has been shown. A forked
-        child of the process that made them leaves them alone."""
-        if not self.is_ours:
+        """End this worker and the processes, whatever they do. Returns when they are gone and their output has been
+        shown. A forked child of the process that made them leaves them alone."""
+        if self.is_over or not self.is_ours:
             return
-        self.stop_restarting()
+        self.is_over = True
+        try:
+            self._page.close()
+            if current_agent() is not None:
+                rpc.shutdown(graceful=False)
+            self.stop_restarting()
+        finally:
+            self._let_go()
+            end(self._processes.values())
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _let_go(self) -> None:
+        """The processes end by themselves, as soon as they see that nobody holds their line."""
+        self._restarting = False
         for process in self._processes.values():
             process.dismissed = True
         for line in self._lines.values():
             line.close()
-        end(self._processes.values())
 
-
-@contextlib.contextmanager
-def _page(cluster: Cluster) -> Iterator[None]:
-    from telegrad.observe.live.page import serving  # noqa: PLC0415 - with packages that only this needs
-
-    with serving(require_agent()) as page:
-        cluster.dashboard = page.url
-        print(f"the dashboard is at {page.url}", flush=True)
-        yield
+    def end_with_program(self, ended_well: bool) -> None:
+        """The program ends, and the block is still open. An error ends it at once, as it would have in the block."""
+        if not self.is_ours:
+            return
+        if self._thread is not threading.main_thread() and self._thread.is_alive():
+            # A daemon thread is in its block to the last and never reaches its end. It need not see its calls fail.
+            self.is_over = True
+            self._let_go()
+            return
+        try:
+            if ended_well:
+                self.shut_down(_EXIT_SECONDS)
+        except Exception as error:  # this is nobody's call any more, so nobody could catch it
+            say(self.names[0], f"a local_cluster was open when the program ended: {error}", "stderr")
+        finally:
+            self.end()
 
 
 @contextlib.contextmanager
@@ -223,9 +260,14 @@ def local_cluster(
 ) -> Iterator[Cluster]:
     """Make this process `worker0` of a job with `workers - 1` fresh processes beside it, for the length of a block.
 
-    Functions and classes of the calling script or notebook can be called on the workers. What they print appears here
-    with the worker's name; what they raise is raised here. The block's end waits for calls under way and ends the
-    processes; an exception or Ctrl-C ends them at once, and they do not outlive this process even if it is killed.
+    Functions and classes of the calling script or notebook can be called on the workers, as they are at the time of the
+    call. What they print appears here with the worker's name; what they raise is raised here. The block's end waits for
+    calls under way and ends the processes; an exception or Ctrl-C ends them at once, and they do not outlive this
+    process even if it is killed.
+
+    A notebook or a prompt keeps a cluster over cells with `block = local_cluster()`, `cluster = block.__enter__()` and,
+    when it is done, `block.__exit__(None, None, None)`. One that is open when the program ends is shut down then, with
+    three seconds for calls under way.
 
     Args:
         workers: how many there are, this process included.
@@ -257,25 +299,22 @@ def local_cluster(
         environment[seeds.VARIABLE] = str(seed)
         seeds.seed_all(seed, rank=0)
     environment["TELEGRAD_BOOT_PATH"] = json.dumps([p or os.getcwd() for p in sys.path])
-    directory = tempfile.mkdtemp(prefix="telegrad-")
-    options = rpc.RpcBackendOptions() if options is None else copy.copy(options)
-    options.init_method = Path(directory, "meeting").as_uri()
-    options.secret = secrets.token_hex(32)
     cluster = Cluster(names, show_output, environment)
+    options = rpc.RpcBackendOptions() if options is None else copy.copy(options)
+    options.init_method = Path(cluster.directory, "meeting").as_uri()
+    options.secret = secrets.token_hex(32)
+    first_at_exit.append(cluster.end_with_program)
     try:
         cluster.start(options)
         rpc.init_rpc(names[0], rank=0, world_size=len(names), rpc_backend_options=options)
         if restart:
             cluster.start_restarting()
-        with _page(cluster) if dashboard else contextlib.nullcontext():
-            yield cluster
-        cluster.stop_restarting()
-        if current_agent() is not None:  # the block may have called rpc.shutdown() itself
-            rpc.shutdown(timeout=shutdown_timeout)
-        cluster.wait_for_end(shutdown_timeout)
+        if dashboard:
+            cluster.open_page()
+        yield cluster
+        cluster.shut_down(shutdown_timeout)
     finally:
-        if cluster.is_ours:  # and not in a child that was forked in the block
-            if current_agent() is not None:
-                rpc.shutdown(graceful=False)
+        if not cluster.is_over:  # else the program has ended, and little is left of its modules
+            with contextlib.suppress(ValueError):  # the program ends, and calls it right now
+                first_at_exit.remove(cluster.end_with_program)
             cluster.end()
-            shutil.rmtree(directory, ignore_errors=True)

@@ -20,6 +20,7 @@ from typing import IO, Any
 _DIE_WITH_PARENT = str(Path(__file__).with_name("parent_death.py"))
 _LAST_LINES = 20
 _GRACE = 1.0  # seconds between being asked to end and being killed
+_REAPED = 10.0  # seconds for the kernel to let go of what was killed
 _TAIL = 1.0  # seconds to wait for the last output; a process it started may keep the pipe open for longer
 
 
@@ -81,6 +82,12 @@ class Supervised:
         except subprocess.TimeoutExpired:
             return None
 
+    def kill(self) -> None:
+        """Kill it and its group, and wait until it is gone."""
+        self.dismissed = True
+        self.kill_group()
+        self.wait(_REAPED)
+
     def signal(self, number: int) -> None:
         """Send it a signal; nothing happens if it has ended."""
         self._process.send_signal(number)
@@ -131,7 +138,8 @@ def say(name: str, line: str, stream: str) -> None:
 
 
 def end(processes: Iterable[Supervised], grace: float = _GRACE) -> None:
-    """End processes: wait for those already leaving, then SIGTERM, then SIGKILL. Returns when all are gone."""
+    """End processes: wait for those already leaving, then SIGTERM, then SIGKILL. Returns when all are gone, or have
+    been killed and the kernel still keeps them."""
     processes = list(processes)
     for process in processes:
         process.dismissed = True
@@ -143,8 +151,7 @@ def end(processes: Iterable[Supervised], grace: float = _GRACE) -> None:
     finally:  # also when Ctrl-C is pressed once more
         for process in processes:
             process.kill_group()
-        for process in processes:
-            process.wait()
+        _all_gone(processes, _REAPED)
     for process in processes:
         process.finish_output()
 

@@ -1,7 +1,7 @@
 """Barriers: the worker with the lowest id coordinates: it notes who has arrived, and answers when all have.
 
 Pure: it is told of arrivals and of deaths, and says which barriers are complete. A worker that dies is no longer
-expected, so it holds nobody up.
+expected, so it holds nobody up; nor has it arrived for the one that is started again under its name.
 
 Barriers come in rounds, "name/0", "name/1" and so on to "name/left" and "name/closed". The coordinator itself may die
 when some have its answer and others have not: those are a round ahead when the next one begins, so whoever has reached
@@ -10,6 +10,7 @@ a later round counts as having reached the earlier ones.
 
 import re
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from telegrad.errors import ProtocolError
 
@@ -21,21 +22,37 @@ _MOST_ACTIVITY = 2**53  # calls of one worker in all; what is beyond would not f
 _LAST_ROUNDS = {"left": 1e18, "closed": 2e18}
 
 
+class Arrival(NamedTuple):
+    """One worker at a barrier."""
+
+    incarnation: int
+    activity: int  # calls made and served
+    answer: Answer
+
+
 class Arrivals:
     """Arrivals at the barriers that this worker coordinates."""
 
     def __init__(self) -> None:
-        self._arrived: dict[str, dict[str, tuple[int, Answer]]] = {}
+        self._arrived: dict[str, dict[str, Arrival]] = {}
 
-    def arrive(self, key: str, worker: str, activity: int, answer: Answer) -> None:
+    def arrive(self, key: str, worker: str, arrival: Arrival) -> None:
         """A worker reached a barrier; a second arrival of the same one replaces the first. ProtocolError for what is
         no barrier, before anything is noted."""
         _round_of(key)
-        if not 0 <= activity <= _MOST_ACTIVITY:
-            raise ProtocolError(f"no worker has made and served {activity} calls")
+        if not 0 <= arrival.activity <= _MOST_ACTIVITY:
+            raise ProtocolError(f"no worker has made and served {arrival.activity} calls")
         if key not in self._arrived and len(self._arrived) >= _MOST_OPEN:
             raise ProtocolError(f"more than {_MOST_OPEN} barriers are open at a time")
-        self._arrived.setdefault(key, {})[worker] = (activity, answer)
+        self._arrived.setdefault(key, {})[worker] = arrival
+
+    def lose(self, worker: str, incarnation: int) -> None:
+        """An incarnation of a worker is gone: it is at no barrier."""
+        for key, arrived in [*self._arrived.items()]:
+            if worker in arrived and arrived[worker].incarnation == incarnation:
+                del arrived[worker]
+                if not arrived:
+                    del self._arrived[key]
 
     def complete(self, expected: Iterable[str], here: str) -> list[tuple[Answer, int]]:
         """Answers to give now: of the barriers at which all those expected have arrived.
@@ -48,7 +65,7 @@ class Arrivals:
             total = sum(self._reached(key).values())
             arrived = self._arrived.pop(key)
             in_order = sorted(arrived, key=lambda worker: worker == here)
-            ready += [(arrived[worker][1], total) for worker in in_order]
+            ready += [(arrived[worker].answer, total) for worker in in_order]
         return ready
 
     def missing(self, key: str, expected: Iterable[str]) -> list[str]:
@@ -65,7 +82,7 @@ class Arrivals:
         reached: dict[str, int] = {}
         for other, arrived in self._arrived.items():
             if is_as_far(other, key):
-                reached.update({worker: activity for worker, (activity, _) in arrived.items()})
+                reached.update({worker: arrival.activity for worker, arrival in arrived.items()})
         return reached
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from telegrad.errors import ProtocolError, TelegradError, WorkerDied
 from telegrad.ids import WorkerId
 from telegrad.rpc.agent import Agent
-from telegrad.rpc.job.arrivals import Arrivals, is_as_far
+from telegrad.rpc.job.arrivals import Arrival, Arrivals, is_as_far
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request
 from telegrad.rpc.threads.wakeup import Wakeup
@@ -68,14 +68,20 @@ class Barriers(Layer):
             return
         if message.worker != request.caller.name:
             raise ProtocolError(f"worker {request.caller.name!r} cannot reach a barrier for {message.worker!r}")
+        caller = request.caller
+
+        def answer(total: int) -> None:
+            agent.reply(request, BarrierReply(total, ()))
+
         with self._lock:
-            self._arrivals.arrive(
-                message.key,
-                message.worker,
-                message.activity,
-                lambda total: agent.reply(request, BarrierReply(total, ())),
-            )
+            if agent.is_dead(caller):  # which was noticed while this was on its way: its successor may have come
+                return
+            self._arrivals.arrive(message.key, caller.name, Arrival(caller.incarnation, message.activity, answer))
         self._answer_complete()
+
+    def _lose(self, member: Member) -> None:
+        with self._lock:
+            self._arrivals.lose(member.name, member.incarnation)
 
     def _answer_complete(self) -> None:
         with self._lock:
@@ -84,7 +90,8 @@ class Barriers(Layer):
             answer(total)
 
     def on_death(self, member: Member) -> None:
-        """The dead are not waited for."""
+        """The dead are not waited for, and have not come for those who are started again in their place."""
+        self._lose(member)
         self._agent.io_threads.submit(self._answer_complete)
 
     def _missing_anywhere(self) -> list[tuple[str, str]]:

@@ -120,7 +120,7 @@ def chains(names: Mapping[int, str], answers: Mapping[int, Sequence[Wait] | None
             followed: set[int] = set()
             for wait in waits:
                 lines.append(f"{indent}{name} {wait.text}")
-                if wait.worker_id != _NOBODY and wait.worker_id not in followed:
+                if wait.worker_id not in (_NOBODY, worker_id) and wait.worker_id not in followed:
                     followed.add(wait.worker_id)  # once: what a worker waits for is the same whoever waits for it
                     follow(wait.worker_id, (*path, worker_id))
 

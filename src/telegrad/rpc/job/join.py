@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from telegrad.cuda.gpus import visible_gpus
-from telegrad.errors import RendezvousError, TelegradError
+from telegrad.errors import AuthenticationError, RendezvousError, TelegradError
 from telegrad.ids import MAX_GENERATION, WorkerId, draw_incarnation
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import set_current_agent
@@ -77,7 +77,17 @@ def _trust(options: RpcBackendOptions, store: Any) -> JobTrust:
     where = store_host.endpoint_in(options.init_method) if store is None else store_host.endpoint_of(store)
     if where is None:
         return trust_for(options, None, True)
-    return trust_for(options, where[0], store_host.is_here(where[0]))
+    try:
+        return trust_for(options, where[0], store_host.is_here(where[0]))
+    except AuthenticationError:
+        problem = store_host.why_unknown(where[0])
+        if not problem:
+            raise
+        raise RendezvousError(
+            f"cannot meet at {options.init_method!r}: the name {where[0]!r} does not resolve on this machine "
+            f"({problem}). Is it spelled right? A name that is still to be announced is waited for in a job that has a "
+            "secret, which one on several hosts needs"
+        ) from None
 
 
 def _start_until_counted(

@@ -6,21 +6,23 @@ a count of what they ever asked and served, and when two rounds in a row give th
 
 import atexit
 import copy
+import enum
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from telegrad.errors import AlreadyInitialized, RendezvousError, ShutdownError
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.current import current_agent, require_agent, set_current_agent
 from telegrad.rpc.job.barrier import ask_who_is_missing, barrier
-from telegrad.rpc.job.ending import ending_at_exit, ending_by
+from telegrad.rpc.job.ending import WITHOUT_SHUTDOWN, ending_at_exit, ending_by, watch_child
 from telegrad.rpc.job.environment import detect
 from telegrad.rpc.job.join import end_job, leave, let_go_of_store, start
 from telegrad.rpc.job.membership import Membership
-from telegrad.rpc.options import DEFAULT_INIT_METHOD, DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions
+from telegrad.rpc.options import DEFAULT_INIT_METHOD, DEFAULT_SHUTDOWN_TIMEOUT, RpcBackendOptions, as_int
 from telegrad.rpc.threads import interrupts
 from telegrad.rpc.threads.cores import return_share, take_share
 from telegrad.rpc.threads.interrupts import pause
@@ -30,6 +32,8 @@ _LOOK_SECONDS = 0.001
 _DELIVERY_SECONDS = 5.0
 
 _lock = threading.Lock()
+# What is open around this worker, and is ended before it when the program ends; called with whether that ended well.
+first_at_exit: list[Callable[[bool], None]] = []
 
 
 def init_rpc(
@@ -46,7 +50,7 @@ def init_rpc(
 
     Args:
         name: unique among the workers: letters, digits, `_`, `:` and `-`.
-        backend: accepted for compatibility; there is one backend.
+        backend: torch's `BackendType.TENSORPIPE` or None, which mean the same; there is one backend.
         rank: the id of this worker, from 0; in a job of open size it may be left out.
         world_size: how many workers there are; None if they may come and go at any time.
         rpc_backend_options: see `RpcBackendOptions`.
@@ -59,6 +63,8 @@ def init_rpc(
         ...     rpc.rpc_sync(me, pow, (2, 3))
         8
     """
+    _check_backend(backend)
+    rank, world_size = as_int("rank", rank), None if world_size is None else as_int("world_size", world_size)
     options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
     if not isinstance(options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
@@ -81,6 +87,16 @@ def init_rpc(
     if world_size is not None and not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of worker {name!r} is not within 0..{world_size - 1}")
     return Joined(start_worker(name, rank, world_size, options, job=job))
+
+
+def _check_backend(backend: Any) -> None:
+    """A member of torch's BackendType, or of the one that stands in for it, or its name: there is no other backend."""
+    is_member = isinstance(backend, enum.Enum) and type(backend).__name__ == "BackendType"
+    if backend is not None and backend != "TENSORPIPE" and not is_member:
+        raise TypeError(
+            f"Argument backend must be a member of BackendType or None, got {backend!r}. There is one backend: leave "
+            "it out, and give the others by name, as in init_rpc('worker0', rank=0, world_size=2)"
+        )
 
 
 class Joined:
@@ -110,6 +126,7 @@ def start_worker(
     """Start the agent of this process; the workers meet in `store`, or where the options say. `job` is what the engine
     that started it calls the job, if there is one."""
     interrupts.install()
+    watch_child(_at_exit)
     with _lock:
         if current_agent() is not None:
             raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
@@ -218,9 +235,13 @@ def _deliver(agent: Agent, deadline: float) -> None:
 
 
 def _at_exit() -> None:
-    agent = current_agent()
-    if agent is not None:
-        _end_early(agent, ending_at_exit(tells_text=not agent.layers.plain))
+    try:
+        while first_at_exit:
+            first_at_exit.pop()(ending_at_exit() == WITHOUT_SHUTDOWN)
+    finally:
+        agent = current_agent()
+        if agent is not None:
+            _end_early(agent, ending_at_exit(tells_text=not agent.layers.plain))
 
 
 def _end_early(agent: Agent, ending: str) -> None:

@@ -44,6 +44,7 @@ _SETTLING_SECONDS = 2.0  # for all workers to come to a store that was opened an
 # than so many workers of a job are never about to write at a time.
 _MOST_UNWRITTEN = 4096
 _LONGEST_COMPLAINT = 1000
+_WHAT_IT_MUST_BE = "it must be env://, tcp://host:port or file:///path"
 NAMESPACE_KEY = "namespace"  # of the part of a launcher's store that counts now, for those who look from outside
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
         elif world_size:
             store, _, _ = next(iter(rendezvous(init_method, rank=rank, world_size=world_size, timeout=limit)))
         else:
-            raise ValueError("it must be env://, tcp://host:port or file:///path")
+            raise ValueError(_WHAT_IT_MUST_BE)
     except TimeoutError as error:
         raise RendezvousError(
             f"cannot meet at {init_method!r} within {timeout:g} s: {error}. For tcp:// and env:// rank 0 opens the "
@@ -85,6 +86,8 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     except (ValueError, TypeError) as error:
         raise RendezvousError(f"cannot meet at {init_method!r}: {error}") from error
     except RuntimeError as error:  # torch's store errors are RuntimeErrors
+        if str(error).startswith("No rendezvous handler"):
+            raise RendezvousError(f"cannot meet at {init_method!r}: {_WHAT_IT_MUST_BE}") from None
         raise RendezvousError(
             f"cannot meet at {init_method!r} within {timeout:g} s: {str(error).splitlines()[0]}. "
             "For tcp:// and env:// rank 0 opens the rendezvous store: is it running, and is the address right?"

@@ -51,11 +51,14 @@ Endpoint = tuple[str, int]  # host and port
 
 def endpoint_in(init_method: str) -> Endpoint | None:
     """Where a store is to be found by `init_method`; None if it is not of that kind, or not in its plain form."""
-    url = urlparse(init_method)
-    if url.query:
-        return None
-    if url.scheme == "tcp" and url.hostname and url.port:
-        return url.hostname, url.port
+    try:
+        url = urlparse(init_method)
+        if url.query:
+            return None
+        if url.scheme == "tcp" and url.hostname and url.port:
+            return url.hostname, url.port
+    except ValueError as error:  # the port is none, or a bracket is missing
+        raise RendezvousError(f"cannot meet at {init_method!r}: {error}. Give it as tcp://host:port") from None
     return _endpoint_in_environment() if url.scheme == "env" else None
 
 
@@ -282,6 +285,15 @@ def endures(endpoint: Endpoint, seconds: float) -> bool:
     except OSError:
         pass
     return False
+
+
+def why_unknown(host: str) -> str:
+    """Why the name of a host does not resolve, in the system's words; empty if it does."""
+    try:
+        _addresses(host)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def is_here(host: str) -> bool:
