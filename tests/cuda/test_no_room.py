@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.transport.device import channel
+from telegrad.transport.device import ways
 from telegrad.transport.device.blocks import budget
 from telegrad.transport.device.leftovers import collect
 from tests.cluster import cluster
@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 
 
 def test_without_room_messages_go_through_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    channel._say_once.cache_clear()
+    ways._say_once.cache_clear()
     wait_until(lambda: collect() is None and budget.taken(0) == 0, seconds=20)  # what tests before this one left
     with cluster(2, cuda_memory_share=0.0), caplog.at_level(logging.WARNING, "telegrad.transport"):
         for size in (10, 2**20, 2**24):

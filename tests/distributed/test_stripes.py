@@ -3,6 +3,7 @@
 import functools
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from telegrad import autograd, rpc
 from telegrad.errors import AuthenticationError, RpcTimeout
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.server.session import Session
 from telegrad.transport.handshake import Hello
 from telegrad.transport.stream import SocketStream
 from telegrad.transport.stripes.sealed_stream import SealedStream
@@ -279,3 +281,26 @@ def _in_a_place(side: int, sides: int, seal: bytes = b"") -> str:
             return "let in"
     except AuthenticationError as error:
         return str(error)
+
+
+def hand_over_slowly(seconds: float) -> None:
+    """A thread of this worker takes its time between its decision to read no more and the moment when another may."""
+    usual = getattr(Session._hand_over, "__wrapped__", Session._hand_over)
+
+    @functools.wraps(usual)
+    def slow(self: Session, *args: Any, **kwargs: Any) -> None:
+        time.sleep(seconds)
+        usual(self, *args, **kwargs)
+
+    Session._hand_over = slow if seconds else usual  # type: ignore[method-assign]
+
+
+def test_a_part_that_comes_while_the_turn_changes_hands_is_read(job: bool) -> None:
+    widen("worker1")
+    x = torch.ones(4 * SIZE)
+    rpc.rpc_sync("worker1", hand_over_slowly, args=(0.0005,))
+    try:
+        for _ in range(60):
+            assert rpc.rpc_sync("worker1", torch.numel, args=(x,), timeout=4) == 4 * SIZE  # less than until a heartbeat
+    finally:
+        rpc.rpc_sync("worker1", hand_over_slowly, args=(0.0,))

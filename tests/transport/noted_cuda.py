@@ -14,7 +14,7 @@ from torch import Tensor
 from telegrad.cuda import copy_kernel
 from telegrad.cuda.forms import Form
 from telegrad.cuda.runtime import Allocation, CudaError
-from telegrad.transport.device import blocks, borrowing, channel, grants, in_place, landing, leftovers, regions
+from telegrad.transport.device import blocks, borrowing, grants, in_place, landing, leftovers, regions, ways
 from telegrad.transport.device.blocks import SLAB
 
 MEMORY = 64 * SLAB
@@ -85,12 +85,12 @@ class Noted:
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     """Put one in the place of the runtime."""
     noted = Noted()
-    for module in (blocks, borrowing, channel, grants, in_place, landing, regions):
+    for module in (blocks, borrowing, grants, in_place, landing, regions, ways):
         monkeypatch.setattr(module, "runtime", lambda: noted)
     monkeypatch.setattr(copy_kernel, "runtime", lambda: noted)
     monkeypatch.setattr(copy_kernel, "_kernels", {})
     monkeypatch.setattr(borrowing, "visible_gpus", lambda: ("a gpu",))
-    for module in (channel, regions):
+    for module in (regions, ways):
         monkeypatch.setattr(module, "gpu_id", lambda _: "a gpu")
     monkeypatch.setattr(landing, "empty", noted.empty)
     budget = blocks.Budget()

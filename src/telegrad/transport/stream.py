@@ -14,6 +14,7 @@ import socket
 import stat
 import struct
 import termios
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ class Stream(Protocol):
     lane: "Lane | None"
     broken: bool  # a write was given up halfway: nothing can follow it, and the peer sees the end
     pending: int  # bytes that were read from the socket and not given out, which polling does not show
+    held: threading.Event | None  # while it is held (`hold_until`): set once that for which it is has come
     unsent: bytes  # the end of what `begin` was given and found no room
     last_written: float  # when the peer last made room for more, after it had made a writer wait
     peer_pid: int  # the process at the other end, where the kernel tells; else 0
@@ -63,8 +65,8 @@ class Stream(Protocol):
     def delivered(self) -> bool:
         """Whether all that was written has reached the peer's host, so that closing this end loses none of it."""
 
-    def hold_until(self, ready: Callable[[float], bool]) -> None:
-        """Let `readable` be `ready` until `go_on`: what the socket has is not to be read before."""
+    def hold_until(self, come: threading.Event, ready: Callable[[float], bool]) -> None:
+        """Let `readable` be `ready` until `go_on`: what the socket has is not to be read before something has come."""
 
     def go_on(self) -> None:
         """What the socket has may be read again."""
@@ -80,6 +82,7 @@ class SocketStream:
     """A stream over one socket."""
 
     pending = 0  # the kernel keeps what was not read
+    held: threading.Event | None = None
     unsent = b""
 
     def __init__(self, sock: socket.socket, kind: str, lane: "Lane | None" = None) -> None:
@@ -193,12 +196,14 @@ class SocketStream:
             for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
                 self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def hold_until(self, ready: Callable[[float], bool]) -> None:
-        """Let `readable` be `ready` until `go_on`: what the socket has is not to be read before."""
+    def hold_until(self, come: threading.Event, ready: Callable[[float], bool]) -> None:
+        """Let `readable` be `ready` until `go_on`: what the socket has is not to be read before something has come."""
+        self.held = come
         self.readable = ready  # type: ignore[method-assign,assignment] # so that it costs nothing where it is not used
 
     def go_on(self) -> None:
         """What the socket has may be read again."""
+        self.held = None
         self.__dict__.pop("readable", None)
 
     def abort(self) -> None:

@@ -2,7 +2,7 @@
 
 Small tensors travel in the frame. Large ones go through a shared block where the stream has a lane for descriptors:
 one copy by the sender, none by the receiver. CUDA tensors stay on the GPU where both sides can reach it
-(`device/channel.py`). The notices that keep the blocks in order are answered here; nobody above the connection sees
+(`device/ways.py`). The notices that keep the blocks in order are answered here; nobody above the connection sees
 them.
 """
 

@@ -73,7 +73,8 @@ class FirstEnd:
 
 
 def cancelled() -> bool:
-    """Whether the caller of the function that runs here no longer waits for it: a long one may ask, and stop.
+    """Whether the caller of the function that runs here no longer waits for it, or has died: a long one may ask, and
+    stop.
 
     False outside a function called by another worker, and in threads that such a function starts. A coroutine need not
     ask: it is cancelled.

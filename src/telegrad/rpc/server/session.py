@@ -20,6 +20,7 @@ from telegrad.rpc.runtime import Runtime
 from telegrad.rpc.server.answers import MOST_RUNNING, Answers
 from telegrad.rpc.server.at_most_once import NEW
 from telegrad.rpc.server.function_table import FunctionTable
+from telegrad.rpc.server.turn import SessionTurn
 from telegrad.rpc.threads.spin import Spinner
 from telegrad.rpc.threads.yield_turn import local
 from telegrad.rpc.workers import Member
@@ -54,7 +55,7 @@ class SessionEvents(Protocol):
 class Session(Answers):
     """Requests of one incarnation of one worker, over one of its links."""
 
-    _turn: "SessionTurn | None"
+    _turn: SessionTurn | None
 
     def __init__(
         self,
@@ -113,9 +114,10 @@ class Session(Answers):
         finally:
             local.turn = None
 
-    def _serve(self, turn: "SessionTurn", connection: Connection) -> None:
+    def _serve(self, turn: SessionTurn, connection: Connection) -> None:
         inbox, running = self._inbox, self.requests.running
         look, stream, io_threads = self._spinner.wait, connection.stream, self._io_threads
+        has_come = not inbox  # the event that this thread was woken by
         while True:
             while inbox:
                 # So much that no more is read: the socket fills, and the caller waits as for a slower worker.
@@ -139,10 +141,13 @@ class Session(Answers):
             try:
                 if (turn.owes or self._deferred) and not self._catch_up(turn, connection):
                     return
-                # Looked at before it is read: usually nothing is there yet, and reading would raise that.
-                if not look(stream.readable, io_threads):
+                # Looked at before it is read: usually nothing is there yet, and reading would raise that. Not while
+                # other threads work: to look is to let go of the interpreter, and to wait for it again.
+                others_work = io_threads.working > 1 and not stream.pending and stream.held is None
+                if not has_come and (others_work or not look(stream.readable, io_threads)):
                     turn.give_up()
                     return
+                has_come = False
                 frames = connection.receive()
             except (OSError, ValueError):
                 frames = None
@@ -159,7 +164,7 @@ class Session(Answers):
                 self._cancel_ahead(frames)
             inbox.extend(frames)
 
-    def _catch_up(self, turn: "SessionTurn", connection: Connection) -> bool:
+    def _catch_up(self, turn: SessionTurn, connection: Connection) -> bool:
         """If nothing more has come, write the replies that were held back and serve the notices that were deferred.
         False if that took long: another thread reads now."""
         if not connection.stream.readable(0):
@@ -176,7 +181,7 @@ class Session(Answers):
             if type(frame.message) is CancelCall:
                 self.cancelling().ask(frame.message.request_id)  # forgotten when that notice is served, at the latest
 
-    def serve_deferred(self, turn: "SessionTurn") -> None:
+    def serve_deferred(self, turn: SessionTurn) -> None:
         """Serve the notices that waited until no request does."""
         deferred = self._deferred
         while deferred:
@@ -220,15 +225,15 @@ class Session(Answers):
             raise ProtocolError(f"worker {self.info.name!r} has no use for a {type(request.message).__name__}")
         served.handler(request)
 
-    def has_more(self, turn: "SessionTurn") -> bool:
+    def has_more(self, turn: SessionTurn) -> bool:
         """Whether the thread of this turn will go on with what has come meanwhile."""
         return bool(self._inbox) and self._turn is turn
 
-    def give_up(self, turn: "SessionTurn") -> None:
+    def give_up(self, turn: SessionTurn) -> None:
         """Let another thread serve: at once if requests are waiting here, else when one comes."""
         self._hand_over(turn)
 
-    def _hand_over(self, turn: "SessionTurn", during: Frame | None = None) -> None:
+    def _hand_over(self, turn: SessionTurn, during: Frame | None = None) -> None:
         """The same, but only while this frame is being taken, if one is given. Any thread, the timer's as well: nothing
         here waits."""
         with self._lock:
@@ -240,9 +245,11 @@ class Session(Answers):
             return
         if turn.owes:
             connection.flush()
+        held = connection.stream.held
         if self.paused:
             self._resume()
-        elif self._inbox or self._deferred:
+        # What came over other streams before this turn was free has found it taken.
+        elif self._inbox or self._deferred or (held is not None and held.is_set()):
             self._io_threads.submit(self.ready)
         else:
             self._io_threads.arm(connection.stream.fileno())
@@ -281,7 +288,7 @@ class Session(Answers):
         if turn is not None and local.turn is turn:
             self._hand_over(turn)
 
-    def take(self, frame: Frame, turn: "SessionTurn") -> None:
+    def take(self, frame: Frame, turn: SessionTurn) -> None:
         """Serve one frame of the caller. ProtocolError if it asks for more than it may."""
         requests = self.requests
         if frame.ack > requests.acknowledged:
@@ -364,43 +371,6 @@ class Session(Answers):
         connection, self.connection = self.connection, None
         if connection is not None:
             self._detach(connection)
-
-
-class SessionTurn:
-    """The right of one thread to serve one session."""
-
-    __slots__ = ("frame", "owes", "seen", "session")
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.frame: Frame | None = None  # the one that is being served
-        self.seen: Frame | None = None  # the one at the timer's last look
-        self.owes = False  # whether replies wait for those behind them: written when it ends, or has no more to serve
-
-    @property
-    def main_by_value(self) -> bool:
-        """Whether what is of `__main__` must be sent whole to the caller."""
-        return self.session.main_by_value
-
-    @property
-    def has_more(self) -> bool:
-        """Whether more has come than the request that is being served."""
-        return self.session.has_more(self)
-
-    def give_up(self) -> None:
-        """Let another thread serve the session."""
-        self.session.give_up(self)
-
-    def is_cancelled(self) -> bool:
-        """Whether the caller of the request that is being served no longer waits for it."""
-        frame, cancelled = self.frame, self.session.cancellations
-        if frame is None or cancelled is None or frame.kind == NOTICE:  # notices have numbers of their own
-            return False
-        return frame.request_id in cancelled
-
-    def sleeping(self, change: int) -> None:
-        """Count this thread among those that wait."""
-        self.session.sleeping(change)
 
 
 def _numbers(payload: Any) -> Any:

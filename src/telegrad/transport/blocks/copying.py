@@ -77,7 +77,8 @@ def _copy_with_torch(target: int, source: int, nbytes: int) -> None:
     to, origin = (torch.frombuffer(array.from_address(at), dtype=torch.int64) for at in (target, source))
     to.copy_(origin)
     done = words * _WORD
-    ctypes.memmove(target + done, source + done, nbytes - done)
+    if done < nbytes:
+        ctypes.memmove(target + done, source + done, nbytes - done)
 
 
 class _Job:

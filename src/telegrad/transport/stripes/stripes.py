@@ -250,7 +250,7 @@ class Arrival:
         """The first part is there: whether the others are. If not, the main stream has nothing to read until they
         are. ConnectionResetError if one cannot come."""
         if not self._done.is_set():
-            self._main.hold_until(self._wait)
+            self._main.hold_until(self._done, self._wait)
             self._held = True
             if not self._done.is_set():  # looked at again: it may have come before it could know that it is waited for
                 return False
