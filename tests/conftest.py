@@ -3,7 +3,8 @@
 - Hangs: pytest-timeout fails a test by a signal. A main thread that waits inside C++ never sees that signal, so a
   watchdog of the interpreter, which needs neither signals nor the GIL, ends the whole run a little later and prints
   the stack of every thread.
-- Leftovers: child processes and non-daemon threads that outlive the test, module or session that started them.
+- Leftovers: child processes, non-daemon threads and an agent that outlive the test, module or session that had started
+  them.
 - Profiles of hypothesis: `ci` (the default) is short and repeats itself exactly, `long` is random and 40 times as
   large. Tests marked `long` run in the latter only, and those that grow with the profile get the time to do so.
 """
@@ -95,8 +96,11 @@ def leaves_nothing_running(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _leaves_nothing_running(who: str) -> Iterator[None]:
-    before = leftovers.running_now()
+    before, agent = leftovers.running_now(), leftovers.agent_now()
     yield
+    if (forgotten := leftovers.agent_now()) is not None and forgotten is not agent:
+        leftovers.end_agent()
+        pytest.fail(f"{who} left {forgotten}", pytrace=False)
     if left := leftovers.left_since(before):
         report = str(left)
         leftovers.kill(left)

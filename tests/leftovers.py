@@ -1,4 +1,5 @@
-"""What a test left running: processes that descend from this one, and threads that would hold up its exit.
+"""What a test left running: processes that descend from this one, threads that would hold up its exit, and the agent of
+this process, with which no later test could become a worker.
 
 A process whose parent died is not lost sight of: on Linux this process adopts the orphans among its descendants
 (`adopt_orphans`). Where there is no /proc, only the children that `multiprocessing` knows are seen.
@@ -13,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PATIENCE = 60.0  # seconds for what is already ending; far above what a closing worker needs on a busy machine
 _PR_SET_CHILD_SUBREAPER = 36
@@ -62,6 +64,19 @@ def kill(left: Running) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # it ended by itself meanwhile
+
+
+def agent_now() -> Any:
+    """The agent of this process, or None."""
+    current = sys.modules.get("telegrad.rpc.current")  # not imported here: a test may want to load torch first
+    return current and current.current_agent()
+
+
+def end_agent() -> None:
+    """End this process as a worker, without waiting for others."""
+    from telegrad import rpc
+
+    rpc.shutdown(graceful=False)
 
 
 def adopt_orphans() -> None:

@@ -120,6 +120,8 @@ class TooManyCalls(CallRefused):
 class SerializationError(TelegradError, TypeError):
     """A function, argument or result cannot be sent to another worker."""
 
+    of_result = False  # on its way to the caller, who knows what function it was
+
 
 class RemoteError(TelegradError):
     """A function failed on another worker with an exception whose type cannot be rebuilt here."""

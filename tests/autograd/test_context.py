@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from telegrad import autograd
 from telegrad.autograd.attach import AutogradLayer, install, record_call
 from telegrad.autograd.context import Context, add_gradients
 from telegrad.autograd.functions import SendNode, attach_recv
@@ -183,6 +184,18 @@ def test_an_ended_context_does_not_come_back() -> None:
     with pytest.raises(ContextNotFound, match="Could not find autograd context with id: 5"):
         registry.find(context_id)
     assert len(registry) == 0
+
+
+@pytest.mark.parametrize(
+    "given", [[torch.ones(1)], torch.ones(2), autograd.context(), None, "3"], ids=lambda g: type(g).__name__
+)
+def test_what_is_no_id_is_refused_with_where_the_id_is(given: Any) -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"first argument is the id that `with autograd.context\(\) as context_id` gives, "
+        f"got an object of {type(given).__name__}",
+    ):
+        Registry(make_agent()).find(given)
 
 
 def test_the_memory_of_ended_contexts_is_bounded() -> None:

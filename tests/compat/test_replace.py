@@ -115,3 +115,33 @@ import torch
 data, tensors = serialize({"a": torch.ones(2), "b": 1})
 assert len(tensors) == 1 and deserialize(data, tensors)["b"] == 1
 """)
+
+
+def test_ranks_and_backends_that_are_none_are_refused_and_torchs_backend_is_taken() -> None:
+    run("""
+import torch, torch.distributed.rpc as rpc
+torchs = rpc.BackendType.TENSORPIPE
+import telegrad.rpc
+with telegrad.rpc.init_rpc("a", torchs, rank=0, world_size=1):
+    pass
+import telegrad.compat
+telegrad.compat.install()
+from torch.distributed.nn import RemoteModule
+def refused(what, text, *args, **kwargs):
+    try:
+        what(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
+refused(rpc.init_rpc, "rank must be an int, got '0'", "a", rank="0", world_size=1)
+refused(rpc.init_rpc, "world_size must be an int, got 1.0", "a", rank=0, world_size=1.0)
+refused(rpc.init_rpc, "Argument backend must be a member of BackendType", "a", 0, 1)
+import tempfile
+with tempfile.TemporaryDirectory() as folder:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/meeting")
+    rpc.init_rpc("a", rpc.BackendType.TENSORPIPE, rank=0, world_size=1, rpc_backend_options=options)
+    refused(rpc.rpc_sync, "args must be a tuple or a list, got 'abc'", "a", len, args="abc")
+    refused(RemoteModule("a", torch.nn.Linear, args=(1, 2)).requires_grad_, "not supported for RemoteModule", False)
+    rpc.shutdown()
+""")

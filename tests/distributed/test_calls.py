@@ -6,13 +6,14 @@ import operator
 import os
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from telegrad import rpc
-from telegrad.errors import RpcTimeout, SerializationError, UnknownWorker
+from telegrad import autograd, rpc
+from telegrad.errors import CallRefused, RpcTimeout, SerializationError, UnknownWorker
 from tests.cluster import Cluster
 from tests.waiting import wait_until
 
@@ -133,9 +134,44 @@ def test_bad_arguments_fail_at_the_call(job: Cluster) -> None:
         rpc.rpc_sync(1.5, add)
     with pytest.raises(SerializationError, match="lock"):
         rpc.rpc_sync("worker1", who, (threading.Lock(),))
+    for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        with pytest.raises(TypeError, match=r"args must be a tuple or a list, got 'abc'; for one argument"):
+            call("worker1", add, args="abc")
+    with pytest.raises(CallRefused, match=r"exported as 'torch.add': func is text.*Pass the function itself"):
+        rpc.rpc_sync("worker1", "torch.add", (1, 2))
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         rpc.rpc_sync("worker1", add)
     assert rpc.rpc_sync("worker1", add, (1,)) == 111
+
+
+class Holder:
+    def up_to(self, end: int) -> list[Iterator[int]]:
+        return [counted(end)]
+
+
+def counted(end: int) -> Iterator[int]:
+    yield from range(end)
+
+
+def counted_elsewhere(to: str) -> None:
+    rpc.rpc_sync(to, counted, (3,))
+
+
+def test_a_result_that_cannot_be_sent_names_its_function(job: Cluster) -> None:
+    text = r"the result of counted\(\) on worker 'worker1': builtins.generator cannot be sent.*rpc\.stream gives"
+    with pytest.raises(SerializationError, match=text):
+        rpc.rpc_sync("worker1", counted, (3,))
+    with pytest.raises(SerializationError, match=text):  # and is said once, however far it goes
+        rpc.rpc_async("worker2", counted_elsewhere, ("worker1",)).wait()
+    x = torch.ones(1, requires_grad=True)
+    with autograd.context(), pytest.raises(SerializationError, match=text):
+        rpc.rpc_sync("worker1", counted, (x,))
+    with pytest.raises(
+        SerializationError, match=r"the result of Holder.up_to\(\) on worker 'worker1', in its item 0: "
+    ):
+        rpc.rpc_sync("worker1", Holder().up_to, (3,))
+    with pytest.raises(SerializationError, match=r"the result of to_here\(\) of .* on worker 'worker1': builtins.gen"):
+        rpc.remote("worker1", counted, (3,)).to_here()
 
 
 # --- what ---

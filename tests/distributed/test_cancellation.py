@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from telegrad.rpc.server.answers import MOST_RUNNING
 from telegrad.rpc.server.cancellation import Cancellations
 from telegrad.wire.messages import RRefFetch
 from tests.cluster import Cluster, cluster
-from tests.waiting import wait_until
+from tests.waiting import stop_process, wait_until
 
 _log: list[str] = []
 _open = threading.Event()
@@ -172,8 +171,7 @@ def test_cancelling_what_awaits_a_call(pair: Cluster) -> None:
 def test_what_has_not_begun_never_begins(pair: Cluster) -> None:
     """The worker reads nothing while it is stopped: then each call has come together with its cancellation."""
     stopped = rpc.rpc_sync("worker1", os.getpid)
-    os.kill(stopped, signal.SIGSTOP)
-    wait_until(lambda: Path(f"/proc/{stopped}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    stop_process(stopped)
     try:
         futures = [rpc.rpc_async("worker1", note, (str(n),)) for n in range(20)]
         assert all(future.cancel() for future in futures[::2])

@@ -483,3 +483,28 @@ def test_a_failed_future_keeps_nothing_alive(pair: Cluster) -> None:
 
     step()
     wait_until(lambda: gc.collect() >= 0 and freed.is_set())
+
+
+def test_a_callback_that_failed_keeps_nothing_alive() -> None:
+    freed = threading.Event()
+
+    class Held:
+        def __del__(self) -> None:
+            freed.set()
+
+    def step() -> list[str]:
+        held = Held()
+
+        def looks_up_nothing(_: object) -> None:
+            assert held
+            raise LookupError("nothing")
+
+        future: rpc.Future[int] = rpc.Future()
+        child = future.then(looks_up_nothing)
+        future.set_result(1)
+        with pytest.raises(RuntimeError, match="LookupError: nothing") as caught:
+            child.wait()
+        return traceback.format_exception(caught.value)
+
+    assert "in looks_up_nothing" in "".join(step())
+    wait_until(lambda: gc.collect() >= 0 and freed.is_set(), 10)

@@ -24,6 +24,7 @@ from telegrad.autograd.registry import registry
 from telegrad.errors import ContextFailed, RpcTimeout, WorkerDied
 from telegrad.rpc.current import require_agent
 from tests.cluster import Cluster, cluster, process, serve
+from tests.waiting import stop_process
 
 pytestmark = pytest.mark.slow
 
@@ -67,19 +68,13 @@ def stop(made: Cluster, name: str) -> None:
     """Stop a worker, and return when it has stopped."""
     pid = made.processes[made.others.index(name)].pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    until(lambda: _state(pid) == "T")
+    stop_process(pid)
 
 
 def go_on(made: Cluster, name: str) -> None:
     pid = made.processes[made.others.index(name)].pid
     assert pid is not None
     os.kill(pid, signal.SIGCONT)
-
-
-def _state(pid: int) -> str:
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0]
 
 
 # --- what runs on the workers ---

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from telegrad.wire.frames import NOTICE
 from telegrad.wire.messages import Ping
 from tests.cluster import cluster, end, join, process, serve
 from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.waiting import stop_process, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +77,7 @@ def test_the_keeper_of_a_barrier_dies_while_all_wait(meeting: str) -> None:
         pid = others[0].pid
         assert pid is not None
         # Stopped, the first worker takes our arrival and answers nobody.
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         threading.Timer(0.3, others[0].kill).start()
         rpc.shutdown(timeout=90)
         others[1].join(AT_ONCE)

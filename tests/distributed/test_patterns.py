@@ -72,6 +72,19 @@ def test_gather(trio: Cluster) -> None:
     assert rpc.gather(name, workers=[]) == {}
     with pytest.raises(ValueError, match="nobody"):
         rpc.gather(name, workers=["nobody"])
+    assert rpc.gather(name, workers="worker2") == {"worker2": "worker2"}
+
+
+def test_map_without_workers(trio: Cluster) -> None:
+    with pytest.raises(ValueError, match="`workers` is empty"):
+        list(rpc.map(abs, [1], workers=[]))
+    assert list(rpc.map(abs, [-1, -2], workers="worker1")) == [1, 2]
+
+
+@pytest.mark.parametrize("wrong", ["3", 1.5, -1])
+def test_retries_that_make_no_sense(trio: Cluster, wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="retries must"):
+        rpc.rpc_sync("worker1", name, retries=wrong)
 
 
 def test_map_keeps_the_order_and_asks_the_others(trio: Cluster) -> None:

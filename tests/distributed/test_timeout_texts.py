@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from telegrad.errors import RpcTimeout
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.server.answers import MOST_RUNNING
 from tests.cluster import Cluster, cluster
-from tests.waiting import wait_until
+from tests.waiting import stop_process, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -116,14 +115,29 @@ def test_it_waits_for_another(workers: Cluster, patience: None) -> None:
 
 
 def test_a_coroutine(workers: Cluster, patience: None) -> None:
-    text_with("as a coroutine, or for a future that is not done", "worker1", later, (60.0,))
+    text_with("as a coroutine, or for a future or a value that is not done", "worker1", later, (60.0,))
+
+
+def test_a_value_that_is_being_made(workers: Cluster, patience: None) -> None:
+    value = rpc.remote("worker1", slow_until_told)
+    pattern = (
+        rf"to_here\(\) of .* \(made by slow_until_told\(\)\) on worker 'worker1' did not return; worker 'worker1' has "
+        rf"waited {TIME} for that value to be made; a call of `remote` runs there, now at .*, in slow_until_told"
+    )
+    for seconds in TIMEOUTS:
+        with pytest.raises(RpcTimeout) as caught:
+            value.to_here(timeout=seconds)
+        if re.search(pattern, str(caught.value)):
+            break
+    rpc.rpc_sync("worker1", let_go)
+    assert re.search(pattern, str(caught.value))
+    value.to_here()
 
 
 def stop(name: str) -> int:
     """Stop a worker; its process, which has stopped."""
     stopped = rpc.rpc_sync(name, pid)
-    os.kill(stopped, signal.SIGSTOP)
-    wait_until(lambda: Path(f"/proc/{stopped}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    stop_process(stopped)
     return stopped
 
 

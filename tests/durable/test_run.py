@@ -160,7 +160,9 @@ def test_a_loop_may_be_left_and_entered_again(cluster: HarmedCluster) -> None:
         assert run.completed == 6
 
 
-def test_other_errors_of_a_step_are_raised_and_it_is_undone(cluster: HarmedCluster) -> None:
+def test_other_errors_of_a_step_are_raised_and_it_is_undone(
+    cluster: HarmedCluster, caplog: pytest.LogCaptureFixture
+) -> None:
     run = durable.Run("failing")
     counter = run.remote("worker1", Counter, save=save, load=load)
 
@@ -171,7 +173,9 @@ def test_other_errors_of_a_step_are_raised_and_it_is_undone(cluster: HarmedClust
     with pytest.raises(ZeroDivisionError):
         train(run, step)
     assert counter.rpc_sync().add(0) == 1
-    assert list(run.steps(2)) == [0, 1]
+    with caplog.at_level("WARNING", "telegrad.durable"):
+        assert list(run.steps(2)) == [0, 1]
+    assert caplog.text.count("step 0 of run 'failing' had no block") == 1 == caplog.text.count("had no block")
     assert counter.rpc_sync().add(0) == 0
     with pytest.raises(DurableError, match="has begun: declare"):
         run.keep(Counter(), save=save, load=load)
@@ -226,6 +230,26 @@ def test_unless_it_is_on_disk(cluster: HarmedCluster, tmp_path: Path) -> None:
         counter = anew.remote("worker1", Counter, save=save, load=load)
         anew.remote("worker2", Counter, save=save, load=load)
         assert list(anew.steps(2)) == [0, 1]
+
+
+def test_an_optimizer_goes_on_from_disk(cluster: HarmedCluster, tmp_path: Path) -> None:
+    def train(last: int, directory: Path) -> tuple[list[int], torch.Tensor]:
+        with durable.Run("trained", every=1, seed=3, directory=directory, copies=0) as run:
+            layer = run.module("worker1", torch.nn.Linear, (2, 1))
+            optimizer = run.optimizer(torch.optim.SGD, [layer], lr=0.5, momentum=0.9)
+            steps = []
+            for number in run.steps(last):
+                with run.step() as context_id:
+                    optimizer.param_groups[0]["lr"] = 0.5 / (number + 1)
+                    autograd.backward(context_id, [layer(torch.ones(1, 2)).sum()])
+                    optimizer.step(context_id)
+                steps.append(number)
+            return steps, layer(torch.zeros(1, 2)).detach()
+
+    assert train(2, tmp_path / "halves")[0] == [0, 1]
+    steps, bias = train(4, tmp_path / "halves")
+    assert steps == [2, 3]
+    assert torch.equal(bias, train(4, tmp_path / "whole")[1])
 
 
 def test_a_changed_program_is_told_so(cluster: HarmedCluster, tmp_path: Path) -> None:

@@ -159,6 +159,35 @@ def test_what_it_cannot_do_it_refuses(name: str) -> None:
         getattr(module, name)()
 
 
+def test_it_is_frozen_on_its_owner() -> None:
+    module = RemoteModule("ps0", Noted, (2.0,))
+    assert module.requires_grad_(False) is module
+    assert not any(rpc.rpc_sync("ps0", requires_grad_of, (param,)) for param in module.remote_parameters())
+    module.requires_grad_()
+    assert all(rpc.rpc_sync("ps0", requires_grad_of, (param,)) for param in module.remote_parameters())
+
+
+def requires_grad_of(param: Any) -> bool:
+    return bool(param.local_value().requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            (nn.Linear(1, 2),),
+            "class of the module that its owner makes, and got an object of Linear; write for instance",
+        ),
+        (("nn.Linear",), "and got 'nn.Linear'"),
+        ((nn.Linear, "12"), r"args must be a tuple or a list, got '12'; for one argument write args=\(x,\)"),
+    ],
+    ids=["module", "text", "arguments"],
+)
+def test_what_makes_no_module_is_refused_at_once(given: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        RemoteModule("ps0", *given)
+
+
 def test_it_cannot_be_scripted() -> None:
     model = Stack(["ps0", None, "ps1"])
     with pytest.raises(TypeError, match=r"cannot be compiled by torch\.jit\.script"):

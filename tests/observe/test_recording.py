@@ -68,6 +68,13 @@ def slices(timeline: dict[str, Any], category: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path: Path):
+    with cluster(1), pytest.raises(FileNotFoundError), observe.record(tmp_path / "nowhere" / "step.json"):
+        pytest.fail("the block was entered")
+    assert trace.recorder is None
+
+
+@pytest.mark.slow
 def test_a_step_is_recorded_as_it_was_executed(tmp_path: Path):
     path = tmp_path / "step.json"
     with cluster(4) as job:

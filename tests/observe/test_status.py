@@ -11,7 +11,7 @@ from telegrad import rpc
 from telegrad.cli import main
 from telegrad.cli.status import in_words
 from tests.cluster import cluster
-from tests.waiting import wait_until
+from tests.waiting import stop_process
 
 
 def test_the_table() -> None:
@@ -55,8 +55,7 @@ def test_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert all(row["memory"] > 2**20 and row["uptime"] >= 0 and row["address"] for row in rows)
         victim = job.processes[1].pid
         assert victim is not None
-        os.kill(victim, signal.SIGSTOP)
-        wait_until(lambda: Path(f"/proc/{victim}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        stop_process(victim)
         try:
             assert main(["status"]) == 1
         finally:

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from numbers import Integral
 
 from telegrad.autograd.context import Context
 from telegrad.errors import AutogradError, ContextNotFound
@@ -55,6 +56,7 @@ class Registry(ContextHolder):
         self.message_ids: Iterator[MessageId] = ids_of(me)  # of this worker's Sends
         self._lock = threading.Lock()  # of those who forget what has ended
         self._contexts: dict[int, Context] = {}
+        self._look_up = self._contexts.get
         self._strict: dict[ContextId, None] = {}  # those that are strict
         # Contexts that ended here lately, oldest first: a late message must not bring one back.
         self._ended: dict[ContextId, None] = {}
@@ -114,13 +116,21 @@ class Registry(ContextHolder):
 
     def find(self, context_id: int) -> Context:
         """A context that must exist."""
-        context = self._contexts.get(context_id)
-        if context is None:
-            raise ContextNotFound(
-                f"Could not find autograd context with id: {context_id} on worker {self.agent.info.name!r}: it has "
-                f"ended, or never was (it would be number {number_of(context_id)} of worker {worker_of(context_id)})"
+        try:
+            context = self._look_up(context_id)
+            if context is not None:
+                return context
+        except TypeError:  # not hashable, and so no id
+            pass
+        if not isinstance(context_id, Integral):
+            raise TypeError(
+                "the first argument is the id that `with autograd.context() as context_id` gives, got an object of "
+                f"{type(context_id).__name__}"
             )
-        return context
+        raise ContextNotFound(
+            f"Could not find autograd context with id: {context_id} on worker {self.agent.info.name!r}: it has "
+            f"ended, or never was (it would be number {number_of(context_id)} of worker {worker_of(context_id)})"
+        )
 
     def get(self, context_id: int) -> Context | None:
         """A context, if it exists."""

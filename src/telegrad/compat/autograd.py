@@ -117,7 +117,7 @@ def _init(worker_id: int) -> None:
 
 
 def _get_debug_info() -> dict[str, str]:
-    """Contexts and running passes of this worker, counted."""
+    """Contexts and running passes of this worker, counted. A context may stay a moment longer than its passes."""
     contexts = registry().contexts()
-    passes = sum(context.latest is not None for context in contexts)
+    passes = sum(context.latest is not None and not context.latest.finished for context in contexts)
     return {"num_current_backward_passes": str(passes), "num_autograd_contexts": str(len(contexts))}

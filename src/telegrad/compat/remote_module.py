@@ -8,6 +8,7 @@ __all__ = ["_REMOTE_MODULE_PICKLED_ATTRIBUTES", "RemoteModule", "_RemoteModule"]
 
 
 class _RemoteModule(remote_module._RemoteModule):
+    requires_grad_ = not_supported("requires_grad_")
     state_dict = not_supported("state_dict")
     load_state_dict = not_supported("load_state_dict")
 
@@ -15,5 +16,6 @@ class _RemoteModule(remote_module._RemoteModule):
 class RemoteModule(remote_module.RemoteModule):
     """Telegrad's RemoteModule without what torch's does not have."""
 
+    requires_grad_ = not_supported("requires_grad_")
     state_dict = not_supported("state_dict")
     load_state_dict = not_supported("load_state_dict")

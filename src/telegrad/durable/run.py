@@ -1,5 +1,6 @@
 """`Run` is what a training loop takes: durable values, and steps that happen on all workers or on none."""
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from telegrad.nn import RemoteModule
 from telegrad.nn.owner_side import create_module
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.workers import check_name
+
+log = logging.getLogger("telegrad.durable")
 
 T = TypeVar("T")
 
@@ -99,6 +102,7 @@ class Run:
         self._loop: object | None = None  # the latest loop over the steps
         self._half_done = False  # a loop over the steps ended in the midst of one
         self._failed = False  # the last step ended with an error of its own
+        self._warned = False  # of a step without its block
         self._outcome: bool | None = None  # of the step under way: done, given up, or neither yet
         if not resume and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -282,6 +286,8 @@ class Run:
                 if self._outcome is False:
                     driver.recover()
                 else:
+                    if self._outcome is None:
+                        self._warn_of_no_step(driver.core.step)
                     driver.step_ended(final=driver.core.step + 1 == number)
             self._half_done = False
         except GeneratorExit:
@@ -289,6 +295,16 @@ class Run:
                 if self._outcome:  # a break behind a step that was done; otherwise one before a step
                     driver.core.step_ended()
                 self._half_done = False
+
+    def _warn_of_no_step(self, step: int) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "step %d of run %r had no block `with run.step()`: a death in it is not undone, and what it changed "
+                "counts as done. This is said once",
+                step,
+                self.name,
+            )
 
     def _begin(self) -> Driver:
         if self._driver is None:

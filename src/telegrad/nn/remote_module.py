@@ -19,6 +19,7 @@ from telegrad import rpc
 from telegrad.errors import NotInitialized
 from telegrad.nn import owner_side
 from telegrad.nn.unsupported import refusal, refuses_unsupported
+from telegrad.rpc.calls import check_call
 from telegrad.rpc.current import current_agent
 from telegrad.wire.pickling.pickler import register_reducer
 
@@ -65,6 +66,7 @@ class _RemoteModule(nn.Module):
         _module_interface_cls: Any = None,
     ) -> None:
         super().__init__()
+        _check_creation(module_cls, args, kwargs)
         self._place(remote_device)
         creation = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
         # An interface class says which methods TorchScript may call. From Python `forward` is called whatever it says.
@@ -103,6 +105,11 @@ class _RemoteModule(nn.Module):
     def eval(self) -> Self:
         """The module's evaluation mode, on its owner."""
         return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Whether the module's parameters take gradients, on its owner."""
+        self._ask_owner(owner_side.set_requires_grad, self.module_rref, requires_grad)
+        return self
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's state, copied from its owner into host memory. Nested in a model, it joins the model's."""
@@ -236,6 +243,17 @@ class RemoteModule(_RemoteModule):
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(remote_device, module_cls, args, kwargs)
+
+
+def _check_creation(module_cls: Any, args: Any, kwargs: Any) -> None:
+    if isinstance(module_cls, nn.Module) or not callable(module_cls):
+        made = isinstance(module_cls, nn.Module)  # whose text is many lines
+        got = f"an object of {type(module_cls).__name__}" if made else f"{module_cls!r:.200}"
+        raise TypeError(
+            f"the second argument is the class of the module that its owner makes, and got {got}; write for instance "
+            '`RemoteModule("worker1", nn.Linear, args=(20, 30))`'
+        )
+    check_call(module_cls, args, kwargs)
 
 
 def sent_form(remote_module: _RemoteModule) -> tuple[Callable[..., _RemoteModule], tuple[Any, ...]]:

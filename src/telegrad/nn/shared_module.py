@@ -64,11 +64,13 @@ class SharedModule(nn.Module):
     def _copies_of(self, context: Context) -> Copies:
         with self._taking:
             copies = self._copies.get(context)
-            if copies is None:
-                trained = [param for param in self.module.parameters() if param.requires_grad]
-                with claimed(trained):  # as a step does: none is seen half done
-                    copies = self._copies[context] = {param: param.detach().clone() for param in trained}
-            return copies
+        if copies is None:
+            trained = [param for param in self.module.parameters() if param.requires_grad]
+            with claimed(trained):  # as a step does: none is seen half done. It may take long, so not under the lock
+                made: Copies = {param: param.detach().clone() for param in trained}
+            with self._taking:
+                copies = self._copies.setdefault(context, made)  # of two calls that come at the same time, the first's
+        return copies
 
 
 class _InPlaceOf(torch.autograd.Function):

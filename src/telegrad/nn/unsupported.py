@@ -21,7 +21,7 @@ NOT_SUPPORTED = (
     *("register_backward_hook", "register_forward_pre_hook", "register_forward_hook"),
     *("register_full_backward_hook", "register_full_backward_pre_hook"),
     *("parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children", "modules"),
-    *("requires_grad_", "zero_grad", "share_memory", "extra_repr"),
+    *("zero_grad", "share_memory", "extra_repr"),
 )
 
 

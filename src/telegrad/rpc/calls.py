@@ -9,7 +9,7 @@ from telegrad.rpc.client.function_table import name_of
 from telegrad.rpc.client.link import Link
 from telegrad.rpc.current import require_agent, running
 from telegrad.rpc.futures import Future
-from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_timeout
+from telegrad.rpc.options import UNSET_RPC_TIMEOUT, as_int, as_timeout
 from telegrad.rpc.remote_errors import hide_own_frames
 from telegrad.rpc.round_trip import complete_future, start_call, wait_for_value
 from telegrad.rpc.workers import WorkerInfo
@@ -25,7 +25,11 @@ def check_call(func: Any, args: Any, kwargs: Any) -> None:
     """Raise TypeError if this is not a function, or these are not its arguments."""
     if not callable(func) and (type(func) is not str or not func):  # text is the name of an exported function
         raise TypeError(f"function should be callable, got {func!r}")
-    if args is not None and type(args) is not tuple and not isinstance(args, Sequence):
+    if (
+        args is not None
+        and type(args) is not tuple
+        and (isinstance(args, str | bytes) or not isinstance(args, Sequence))
+    ):
         raise TypeError(f"args must be a tuple or a list, got {args!r}; for one argument write args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a dict, got {kwargs!r}")
@@ -147,6 +151,8 @@ def rpc_sync(
     agent = running.agent or require_agent()
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = as_timeout(timeout)
+    if retries and as_int("retries", retries) < 0:
+        raise ValueError(f"retries must not be negative, got {retries}")
     while True:
         link = link_to(agent, to)
         try:
@@ -235,9 +241,10 @@ def rpc_async(
         check_call(func, args, kwargs)
     agent = running.agent or require_agent()
     link = link_to(agent, to)
-    future: Future[Any] = Future(what=f"{name_of(func)}() on worker {link.member.name!r}")
+    future: Future[Any] = Future(what="")  # which `start_call` knows
     try:
         start_call(agent, link, func, args, kwargs, as_timeout(timeout), complete=complete_future, future=future)
     except (WorkerDied, RpcTimeout) as error:
+        future.what = f"{name_of(func)}() on worker {link.member.name!r}"
         future.set_exception(error)
     return future

@@ -18,7 +18,7 @@ from telegrad.cuda import order
 from telegrad.errors import CallCancelled
 from telegrad.rpc.client.outcomes import OWN_END
 from telegrad.rpc.client.pending import Slot
-from telegrad.rpc.remote_errors import hide_own_frames, without_traceback
+from telegrad.rpc.remote_errors import hide_own_frames, without_frames, without_traceback
 from telegrad.rpc.threads.yield_turn import blocking
 
 log = logging.getLogger("telegrad.rpc")
@@ -113,10 +113,7 @@ class Future(torch.futures.Future[T]):
             try:
                 child.set_result(callback(self))
             except Exception as error:
-                text = f"Got the following error when running the callback: {type(error).__name__}: {error}"
-                failure = RuntimeError(text)
-                failure.__cause__ = error
-                child.set_exception(failure)
+                child.set_exception(_in_callback(error))
 
         self.add_done_callback(run)
         return child
@@ -152,8 +149,8 @@ class Future(torch.futures.Future[T]):
         torch._C.Future._set_unwrap_func(self, unwrap)
         self.awaited = None
         # A traceback holds frames, these hold the future, and it holds the error in C++, where the garbage collector
-        # does not look: kept as it is, the error would keep every tensor of those frames.
-        torch._C.Future.set_result(self, without_traceback(result))
+        # does not look: kept as it is, the error would keep every tensor of those frames; so would what it came from.
+        torch._C.Future.set_result(self, without_frames(result))
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
@@ -191,6 +188,12 @@ class Future(torch.futures.Future[T]):
                 log.warning(
                     "%s failed, and its future was dropped before anyone asked for the result: %s", self.what, error
                 )
+
+
+def _in_callback(error: Exception) -> RuntimeError:
+    failure = RuntimeError(f"Got the following error when running the callback: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 class _Failure:

@@ -1,6 +1,7 @@
 """Options of an agent, with torch's names and defaults, and what Telegrad adds."""
 
 import logging
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -197,6 +198,14 @@ def _cuda_device(device: DeviceLike) -> torch.device:
     if result.type != "cuda":
         raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {result.type}.")
     return result
+
+
+def as_int(name: str, value: Any) -> int:
+    """A user's whole number, also one of NumPy's; anything else is a TypeError that shows what came."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
 
 
 def as_timeout(seconds: Any) -> float:

@@ -226,6 +226,18 @@ def without_traceback(error: BaseException) -> BaseException:
     return fresh
 
 
+def without_frames(error: BaseException, before: tuple[BaseException, ...] = ()) -> BaseException:
+    """The same, and so with what it was raised from: of that, where it was raised is kept as a note."""
+    kept, cause = without_traceback(error), error.__cause__
+    before = (*before, error)
+    if cause is not None and not any(cause is each for each in before):
+        where = [*_frames(cause, shows_all_frames())]
+        kept.__cause__ = told = without_frames(cause, before)
+        if where and told is not cause:
+            told.__notes__ = [*getattr(told, "__notes__", ()), "\n".join(["It was raised here:", *where])]
+    return kept
+
+
 # --- arriving ---
 
 

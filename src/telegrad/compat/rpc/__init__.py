@@ -39,7 +39,7 @@ from telegrad.observe.profiling.process_global import server_process_global_prof
 from telegrad.rpc import get_rpc_timeout
 from telegrad.rpc import set_rpc_timeout as _set_rpc_timeout
 from telegrad.rpc.job.rendezvous.member_log import open_store
-from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.options import RpcBackendOptions, as_int
 from telegrad.rpc.workers import WorkerInfo
 
 __all__ = [
@@ -124,6 +124,7 @@ def init_rpc(
         backend = BackendType.TENSORPIPE if rpc_backend_options is None else _backend_of(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    rank, world_size = as_int("rank", rank), None if world_size is None else as_int("world_size", world_size)
     if _is_current_rpc_agent_set():  # asked before the rendezvous store is opened a second time
         raise AlreadyInitialized("RPC is already initialized: call rpc.shutdown() before init_rpc() again")
     rank, world_size = _from_environment(rpc_backend_options.init_method, rank, world_size)

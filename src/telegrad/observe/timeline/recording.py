@@ -187,6 +187,8 @@ def record(path: str | os.PathLike[str], *, kernels: bool = True) -> Iterator[Re
         1
     """
     recording = Recording(require_agent(), kernels)
+    with open(path, "ab"):
+        pass  # what cannot be written there is an error now, and not when all has been recorded
     recording.start()
     try:
         yield recording

@@ -137,7 +137,8 @@ class Receiver:
 
     def _hear_late(self, frame: Frame) -> None:
         """Nobody waits for this reply: its caller gave up, or it is a second copy."""
-        if self._pending.is_late(frame.request_id):
+        # To a call there is an `Ack` only if the `Ping` in its place has come first: see `Connecting`.
+        if self._pending.is_late(frame.request_id, never_came=type(frame.message) is Ack):
             self._runtime.reply_events.others_may_read()
             for layer in self._runtime.layers:
                 layer.on_late_reply(frame, self._link.member.worker_id)

@@ -2,11 +2,12 @@
 
 import torch
 
-from telegrad.errors import ProtocolError
+from telegrad.errors import ProtocolError, SerializationError
 from telegrad.rpc.client.pending import Slot
 from telegrad.rpc.remote_errors import rebuild_exception, rebuild_from_stranger
 from telegrad.wire.frames import FAILURE, Frame
 from telegrad.wire.messages import ExceptionReply
+from telegrad.wire.pickling.blame import BLAMED
 
 
 def reply_frame(slot: Slot) -> Frame:
@@ -20,8 +21,20 @@ def reply_frame(slot: Slot) -> Frame:
             raise ProtocolError(f"a failure came without an exception: {frame}")
         if slot.link.runtime.layers.plain:
             raise rebuild_from_stranger(frame.message, slot.link.member.name)
-        raise rebuild_exception(frame.message, frame.payload, frame.take_tensors())
+        # In no variable here: the error has this frame in its traceback, and they would hold each other.
+        raise _named(rebuild_exception(frame.message, frame.payload, frame.take_tensors()), slot)
     return frame
+
+
+def _named(error: BaseException, slot: Slot) -> BaseException:
+    """The error itself. Of a result that could not be sent the other worker knows what it was, and this one of which
+    call, which is put into the text here."""
+    if type(error) is SerializationError and error.of_result:
+        del error.of_result  # it may travel on, and is said once
+        text = str(error)
+        rest = text.removeprefix(BLAMED) if text.startswith(BLAMED) else f": {text}"
+        error.args = (f"the result of {slot.what()}{rest}",)
+    return error
 
 
 def reply_tensors(slot: Slot) -> list[torch.Tensor]:

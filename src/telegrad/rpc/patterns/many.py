@@ -81,7 +81,10 @@ def map(
     """
     _check_function(func, "map(func, items, workers=...)")
     try:
-        yield from _spread(func, items, _names(workers) if workers is not None else _others(), timeout)
+        names = _names(workers) if workers is not None else _others()
+        if not names:
+            raise ValueError("rpc.map has no workers to give items to: `workers` is empty")
+        yield from _spread(func, items, names, timeout)
     except Exception as error:
         hide_own_frames(error)
         raise
@@ -143,7 +146,7 @@ def _names(workers: Iterable[Worker] | None) -> list[str]:
     if workers is None:
         return [info.name for info in get_worker_infos()]
     agent = require_agent()
-    return [agent.find(worker).name for worker in workers]
+    return [agent.find(worker).name for worker in ([workers] if isinstance(workers, str) else workers)]
 
 
 def _others() -> list[str]:
