@@ -28,7 +28,12 @@ _LOOK = 0.5  # seconds: a thread that looks for its next message finds it, as it
 _BY_THE_CLOCK = "threads/timer.py"  # used every few milliseconds, and so less often than once a step
 _TIMER = "-timer"  # the thread that wakes by the clock: how often depends on the machine
 
-CASES = {"empty": "empty call", "tensors": "call with two 2x2", "step": "2x2 step"}
+CASES = {
+    "empty": "empty call",
+    "tensors": "call with two 2x2",
+    "step": "2x2 step",
+    "server": "server step, 2x2",
+}
 
 Count = dict[str, float]  # bytecodes for each step, by function
 Both = tuple[Count, Count]  # of the worker that runs it, and of its peer
@@ -90,7 +95,33 @@ def _steps() -> dict[str, Callable[[], None]]:
             autograd.backward(context_id, [torch.dot(y.view(-1), ones)])
             assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(2, 2))
 
-    return {"empty": empty, "tensors": tensors, "step": step}
+    return {"empty": empty, "tensors": tensors, "step": step, "server": _Trainer().step}
+
+
+class _Trainer:
+    """What a trainer of a parameter server does: fetch, backward, step."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from telegrad import optim, rpc
+
+        self._weight = rpc.remote("worker1", torch.ones, args=(2, 2), kwargs={"requires_grad": True})
+        self._optimizer = optim.DistributedOptimizer(torch.optim.SGD, [self._weight], lr=1e-6)
+        self._batch = torch.ones(1, 2)
+
+    def step(self) -> None:
+        from telegrad import autograd, rpc
+
+        with autograd.context() as context_id:
+            weight = rpc.rpc_sync("worker1", _read, args=(self._weight,))
+            autograd.backward(context_id, [(self._batch @ weight).sum()])
+            self._optimizer.step(context_id)
+
+
+def _read(weight: Any) -> Any:
+    value = weight.local_value()
+    return value.view_as(value)
 
 
 def _join(rank: int, meeting: str, workers: int = 2) -> None:

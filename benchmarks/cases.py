@@ -73,6 +73,23 @@ def calls_in_flight(api: Api) -> Step:
     return lambda: torch.futures.wait_all([api.rpc.rpc_async(PEER, work.nothing) for _ in range(IN_FLIGHT)])
 
 
+ADDS_IN_FLIGHT = 500
+
+
+def adds_in_flight(api: Api) -> Step:
+    a, b = torch.ones(2, 2), torch.ones(2, 2)
+    return lambda: torch.futures.wait_all(
+        [api.rpc.rpc_async(PEER, work.add, args=(a, b)) for _ in range(ADDS_IN_FLIGHT)]
+    )
+
+
+def reference_call(api: Api) -> Step:
+    """What programs call methods of a remote object with: a function on its owner, and the reference as an argument."""
+    reference = api.rpc.remote(PEER, work.Counter)
+    reference.to_here()
+    return lambda: api.rpc.rpc_sync(PEER, work.count, args=(reference, 1))
+
+
 def remote_and_to_here(api: Api) -> Step:
     a, b = torch.ones(2, 2), torch.ones(2, 2)
     return lambda: api.rpc.remote(PEER, work.add, args=(a, b)).to_here()
@@ -246,6 +263,17 @@ ALSO = (
     Case("rnn", "200 calls with the hidden state, then backward", recurrent, unit="ms", group="also", bar=1.75, aim=3),
     Case("pingpong", "the same with local work between the calls", ping_pong, unit="ms", group="also", bar=1.75, aim=3),
     Case("fan", "200 independent calls, then backward", fan, unit="ms", group="also", bar=1.75, aim=3),
+    Case(
+        "adds_in_flight",
+        "500 adds of 2x2 in flight",
+        adds_in_flight,
+        operations=ADDS_IN_FLIGHT,
+        unit="calls/s",
+        group="also",
+        bar=7,
+        aim=10,
+    ),
+    Case("reference", "call to the owner of a reference", reference_call, group="also", bar=5, aim=8),
     Case("send128", "128 MB sent, nothing returned", send(128), unit="ms", group="also"),
     Case("busy", "empty call, one core busy", empty_call, group="also", busy_cores=1),
     *(

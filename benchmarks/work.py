@@ -30,6 +30,23 @@ def add(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
     return a + b
 
 
+class Counter:
+    """Lives on one worker, and is named from another."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+
+def count(counter: Any, number: int) -> int:
+    """A method of a remote object, called the way programs do: with the reference as an argument."""
+    total: int = counter.local_value().add(number)
+    return total
+
+
 def through(x: torch.Tensor, rest: tuple[str, ...]) -> torch.Tensor:
     """One link of a chain: multiply by a parameter of this worker, then let the rest of the chain go on."""
     y = x * _weight()
