@@ -162,6 +162,19 @@ def test_a_received_tensor_belongs_to_its_receiver(job: Cluster, size: int) -> N
     assert rpc.rpc_sync("worker2", forget) == 1
 
 
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_received_tensor_is_ordinary_whatever_the_mode_of_the_thread_that_reads(job: Cluster, size: int) -> None:
+    """One made in inference mode can be in no graph. A thread in that mode reads answers of others, too."""
+    with torch.inference_mode():
+        of_others = [rpc.rpc_async("worker1", torch.ones, (size,)) for _ in range(20)]
+        own = rpc.rpc_sync("worker1", torch.ones, (size,))
+    answers = [own, *torch.futures.wait_all(of_others)]
+    assert not any(answer.is_inference() for answer in answers)
+    weight = torch.zeros(size, requires_grad=True)
+    (weight * own).sum().backward()
+    assert torch.equal(weight.grad, own)
+
+
 def test_a_tensor_may_change_once_the_call_was_sent(job: Cluster) -> None:
     """As in torch, what is in an argument while `rpc_async` runs is what arrives."""
     futures = []

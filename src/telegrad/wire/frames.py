@@ -14,7 +14,8 @@ from enum import IntEnum
 from typing import Annotated, Any
 
 import msgspec
-from torch import Tensor
+from torch import Tensor, inference_mode
+from torch import is_inference_mode_enabled as _in_inference_mode
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.messages import AnyMessage
@@ -101,6 +102,9 @@ class Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True, eq=Fals
         """Its tensors. Their memory is from then on theirs alone: nothing else keeps it alive."""
         if not self.tensors:
             return []
+        if _in_inference_mode():  # of the thread that reads, which may do so for another
+            with inference_mode(False):
+                return self.take_tensors()
         data = self.data
         self.data = None
         if data is not None and not self.segments:
