@@ -129,6 +129,16 @@ assert call(g) == 1
 def thing(): return 10
 assert call(f) == 11
 """,
+    "more than a worker keeps": """
+A, B = "a" * 60 * 2**20, "b" * 60 * 2**20
+def f(): return len(A)
+def g(): return len(B)
+def h(): return "small"
+for _ in range(2):
+    assert (call(f), call(g), call(h)) == (60 * 2**20, 60 * 2**20, "small")
+A = "c" * 140 * 2**20
+assert (call(f), call(h)) == (140 * 2**20, "small")
+""",
     "recursion": """
 def even(n): return n == 0 or odd(n - 1)
 def odd(n): return n != 0 and even(n - 1)

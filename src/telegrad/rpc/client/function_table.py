@@ -24,6 +24,7 @@ from telegrad.wire.pickling.watch import Key, Renewal, Taken, Watch
 BY_NAME = (FunctionType, BuiltinFunctionType, type, str)  # what may have a number
 NOT_NUMBERED = 0
 _MAX_FUNCTIONS = 4096
+_MOST_BYTES = 96 * 2**20  # of all definitions, and of one change; beyond a third more the worker ends the connection
 
 
 class Callee(NamedTuple):
@@ -57,6 +58,7 @@ class FunctionTable:
         self._careful = False  # whether something once arrived that could not be taken in: definitions are whole then
         self._numbers = itertools.count(NOT_NUMBERED + 1)
         self._left = _MAX_FUNCTIONS  # to be defined
+        self._bytes_left = _MOST_BYTES  # for that
 
     def define(self, func: Any, main_by_value: bool) -> Defined:
         """A number and a definition for a function; NOT_NUMBERED for one that cannot be found by name. Text is the name
@@ -71,7 +73,8 @@ class FunctionTable:
                 taken = Taken({} if self._careful else self._sent)
                 value = sendable(func)
                 packed = pack_of_script(value, taken) if main_by_value else pack(value)
-                if not packed.tensors:
+                if not packed.tensors and len(packed.payload) < self._bytes_left:
+                    self._bytes_left -= len(packed.payload)  # whether it is sent or not
                     watch = taken.watch()
                     form = b"" if watch is None else OF_A_SCRIPT_IN_PART if taken.in_part else OF_A_SCRIPT
                     definition = form + packed.payload
@@ -94,7 +97,7 @@ class FunctionTable:
             packed = pack_of_script(value, taken)
         except SerializationError:  # a reference, which can be sent with a call; or the call says why not
             return self._whole(func)
-        if packed.tensors:
+        if packed.tensors or len(packed.payload) >= _MOST_BYTES:
             return self._whole(func)
         changes = form + packed.payload
         return Defined(callee, changes, changes, taken.watch(), taken)
