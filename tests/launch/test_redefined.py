@@ -139,6 +139,14 @@ for _ in range(2):
 A = "c" * 140 * 2**20
 assert (call(f), call(h)) == (140 * 2**20, "small")
 """,
+    "a reference": """
+K = rpc.remote("worker1", int, (3,))
+def f(): return K.local_value()
+for _ in range(2):
+    assert call(f) == 3
+K = rpc.remote("worker1", int, (4,))
+assert call(f) == 4
+""",
     "recursion": """
 def even(n): return n == 0 or odd(n - 1)
 def odd(n): return n != 0 and even(n - 1)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from telegrad.errors import SerializationError
+from telegrad.errors import RRefError, SerializationError
 from telegrad.rpc.trust.exports import definition_of
 from telegrad.wire.codec import pack, pack_of_script
 from telegrad.wire.messages import ANEW, NEWS, OF_A_SCRIPT, OF_A_SCRIPT_IN_PART, WITH_A_CALL, PythonCall
@@ -72,7 +72,10 @@ class FunctionTable:
             if self._left > 0:
                 taken = Taken({} if self._careful else self._sent)
                 value = sendable(func)
-                packed = pack_of_script(value, taken) if main_by_value else pack(value)
+                try:
+                    packed = pack_of_script(value, taken) if main_by_value else pack(value)
+                except RRefError:  # it uses a reference, which can be sent with a call
+                    return self._whole(func)
                 if not packed.tensors and len(packed.payload) < self._bytes_left:
                     self._bytes_left -= len(packed.payload)  # whether it is sent or not
                     watch = taken.watch()
