@@ -121,6 +121,7 @@ class SerializationError(TelegradError, TypeError):
     """A function, argument or result cannot be sent to another worker."""
 
     of_result = False  # on its way to the caller, who knows what function it was
+    of_script = False  # the same, of what functions of the caller's script take along, which has not been taken in
 
 
 class RemoteError(TelegradError):

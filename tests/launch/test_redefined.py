@@ -93,6 +93,60 @@ class Thing:
     def name(self): return "newest"
 assert call(fresh) == "newest"
 """,
+    "what cannot be taken in": """
+import os
+class Picky:
+    def __init__(self, n, here): self.n, self.here = n, here
+    def __setstate__(self, state):
+        if state["here"]: raise ValueError("not here")
+        self.__dict__.update(state)
+which, other = Picky(1, False), "old"
+def f(): return which.n, other
+def g(): return which.n
+def h(): return other
+assert (call(f), call(g), call(h)) == ((1, "old"), 1, "old")
+which, other = Picky(2, True), "new"
+assert "not here" in refused(f)
+assert "not here" in refused(g)
+assert call(h) == "new"
+other = "newer"
+assert "not here" in refused(f)
+def i(): return which.n, "i"
+assert "not here" in refused(i)
+which = Picky(3, False)
+assert (call(f), call(g), call(h), call(i)) == ((3, "newer"), 3, "newer", (3, "i"))
+""",
+    "what came with a function that could not be": """
+import types
+sys.modules["only_here"] = only_here = types.ModuleType("only_here")
+exec("def thing(): return 1", vars(only_here))
+thing = only_here.thing
+table = {"a": 1}
+def f(): return table["a"] + thing()
+def g(): return table["a"]
+assert "only_here" in refused(f)
+assert call(g) == 1
+def thing(): return 10
+assert call(f) == 11
+""",
+    "more than a worker keeps": """
+A, B = "a" * 60 * 2**20, "b" * 60 * 2**20
+def f(): return len(A)
+def g(): return len(B)
+def h(): return "small"
+for _ in range(2):
+    assert (call(f), call(g), call(h)) == (60 * 2**20, 60 * 2**20, "small")
+A = "c" * 140 * 2**20
+assert (call(f), call(h)) == (140 * 2**20, "small")
+""",
+    "a reference": """
+K = rpc.remote("worker1", int, (3,))
+def f(): return K.local_value()
+for _ in range(2):
+    assert call(f) == 3
+K = rpc.remote("worker1", int, (4,))
+assert call(f) == 4
+""",
     "recursion": """
 def even(n): return n == 0 or odd(n - 1)
 def odd(n): return n != 0 and even(n - 1)

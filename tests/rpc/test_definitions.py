@@ -16,8 +16,10 @@ from telegrad.rpc.workers import Member
 from telegrad.wire.codec import pack
 from telegrad.wire.frames import Frame, FrameKind
 from telegrad.wire.messages import (
+    ANEW,
     NEWS,
     OF_A_SCRIPT,
+    OF_A_SCRIPT_IN_PART,
     AnyMessage,
     AutogradMetadata,
     PythonCall,
@@ -134,17 +136,26 @@ def test_what_a_script_has_changed_is_known_to_all_calls_after_it() -> None:
     assert learned == ["defined", "first", "second"]
 
 
-def test_what_cannot_be_unpacked_is_an_error_of_its_function_until_more_comes() -> None:
+def test_what_cannot_be_unpacked_is_an_error_of_all_that_may_use_it() -> None:
+    """Until all comes that a function uses: what came with it is lost as well, and nobody knows what that was."""
     table = FunctionTable("caller")
     for number, function in ((7, operator.add), (8, operator.sub)):
         table.note(PythonCall(number, OF_A_SCRIPT + pack(function).payload))
-    table.note(PythonCall(7, NEWS + pack(Failing()).payload))
+    table.note(PythonCall(9, pack(operator.mul).payload))
     assert table.resolve(8) is operator.sub
-    for _ in range(2):
-        with pytest.raises(SerializationError, match="ZeroDivisionError"):
-            table.resolve(7)
-    table.note(PythonCall(7, NEWS + pack(operator.add).payload))
-    assert table.resolve(7) is operator.add
+    table.note(PythonCall(7, NEWS + pack(Failing()).payload))
+    table.note(PythonCall(7, NEWS + pack("what else has changed").payload))
+    table.note(PythonCall(10, OF_A_SCRIPT_IN_PART + pack(operator.neg).payload))
+    table.note(PythonCall(11, OF_A_SCRIPT + pack(operator.pos).payload))
+    for number in (7, 8, 10) * 2:
+        with pytest.raises(SerializationError, match="ZeroDivisionError") as caught:
+            table.resolve(number)
+        assert caught.value.of_script
+    assert table.resolve(9) is operator.mul
+    assert table.resolve(11) is operator.pos
+    for number, function in ((7, operator.add), (8, operator.sub), (10, operator.neg)):
+        table.note(PythonCall(number, ANEW + pack(function).payload))
+        assert table.resolve(number) is function
 
 
 def test_what_changes_is_kept_only_until_it_is_unpacked() -> None:
@@ -163,7 +174,7 @@ def test_what_changes_is_kept_only_until_it_is_unpacked() -> None:
 def test_a_worker_that_runs_exported_functions_alone_unpacks_nothing() -> None:
     learned.clear()
     table = FunctionTable("caller", exports_only=True)
-    for form in (OF_A_SCRIPT, NEWS):
+    for form in (OF_A_SCRIPT, OF_A_SCRIPT_IN_PART, NEWS, ANEW):
         table.note(PythonCall(7, form + pack(Learning("defined", None)).payload))
         with pytest.raises(CallRefused):
             table.resolve(7)

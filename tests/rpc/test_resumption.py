@@ -9,7 +9,7 @@ is taken once, and no answer is kept after it is known to have arrived.
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -346,7 +346,30 @@ SCENARIOS = {
 LONG_SCENARIOS = {
     "two calls, one cut, acknowledged by name": {"requests": 2, "cuts": 1, "by_name": True},
     "two calls, one is given up, one cut": {"requests": 2, "cuts": 1, "deadlines": 1},
+    "two calls, both are given up, one cut": {"requests": 2, "cuts": 1, "deadlines": 2},
 }
+
+
+class Told(Chance):
+    """Makes the choices it was told, and then the first."""
+
+    def __init__(self, *story: str) -> None:
+        super().__init__((), set())
+        self._told = deque(story)
+
+    def choose(self, options: Sequence[str]) -> str:
+        if not self._told:
+            return options[0]
+        assert self._told[0] in options
+        return self._told.popleft()
+
+
+def test_a_call_that_is_given_up_while_others_are_sent_again() -> None:
+    """Neither sent again nor asked after, it would be waited for until the next connection."""
+    lost = ("ask", "(send)", "ask", "(send)", "cut 1", "caller notices 1", "callee notices 1")
+    world = World(Told(*lost, "redial", "deadline of 1", "deadline of 2"), requests=2, cuts=1, deadlines=2)
+    world.run()
+    check(world)
 
 
 @pytest.mark.slow

@@ -119,19 +119,24 @@ class Connecting:
             order.synchronize()  # this thread's streams are not those the tensors were made on
         for number, notice in list(self._notices):
             connection.send(NOTICE, number, 0, notice, deadline=deadline)
+        waiting = self.pending.snapshot()  # before those that were given up: who leaves one table is in the other
+        for request_id in self.pending.overdue():
+            self._ask_after(connection, request_id, deadline)
+        for slot in waiting:
+            if slot.request_id in self.pending.slots:
+                connection.send(REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
+            elif slot.request_id in self.pending.given_up:  # meanwhile, and its tensors may have changed
+                self._ask_after(connection, slot.request_id, deadline)
+
+    def _ask_after(self, connection: Connection, request_id: int, deadline: float) -> None:
+        """Send what stands for a request that was given up."""
         # Layers above want to hear of replies that come too late. Under the number of a request that was taken this is
         # no new one: its reply comes again. One that was lost is answered as what this is.
-        for request_id in self.pending.overdue():
-            connection.send(REQUEST, request_id, 0, Ping(), deadline=deadline)
-            # Nor is this run, under a number that was taken; but what it defines is known from then on, to those that
-            # follow.
-            if (call := self.pending.definition_in(request_id)) is not None:
-                connection.send(REQUEST, request_id, 0, call, deadline=deadline)
-        for slot in self.pending.snapshot():
-            if (
-                slot.request_id in self.pending.slots
-            ):  # else its time was up meanwhile, and its tensors may have changed
-                connection.send(REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
+        connection.send(REQUEST, request_id, 0, Ping(), deadline=deadline)
+        # Nor is this run, under a number that was taken; but what it defines is known from then on, to those that
+        # follow.
+        if (call := self.pending.definition_in(request_id)) is not None:
+            connection.send(REQUEST, request_id, 0, call, deadline=deadline)
 
     def _send_over_next(self, old: Connection, *frame: Any) -> None:
         """What was sent over `old` as that ended is lost, unless the next dial is still to come and sends it again."""

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from telegrad.errors import SerializationError
+from telegrad.errors import RRefError, SerializationError
 from telegrad.rpc.trust.exports import definition_of
 from telegrad.wire.codec import pack, pack_of_script
-from telegrad.wire.messages import NEWS, OF_A_SCRIPT, WITH_A_CALL, PythonCall
+from telegrad.wire.messages import ANEW, NEWS, OF_A_SCRIPT, OF_A_SCRIPT_IN_PART, WITH_A_CALL, PythonCall
 from telegrad.wire.pickling.watch import Key, Renewal, Taken, Watch
 
 BY_NAME = (FunctionType, BuiltinFunctionType, type, str)  # what may have a number
 NOT_NUMBERED = 0
 _MAX_FUNCTIONS = 4096
+_MOST_BYTES = 96 * 2**20  # of all definitions, and of one change; beyond a third more the worker ends the connection
 
 
 class Callee(NamedTuple):
@@ -54,8 +55,10 @@ class FunctionTable:
         self.known: dict[Any, Callee] = {}  # those that are defined on the other worker
         self._watched: dict[Any, tuple[Callee, Watch]] = {}  # the same, of those that use globals of a script
         self._sent: dict[Key, int] = {}  # by global of a script: the version that the other worker has
+        self._careful = False  # whether something once arrived that could not be taken in: definitions are whole then
         self._numbers = itertools.count(NOT_NUMBERED + 1)
         self._left = _MAX_FUNCTIONS  # to be defined
+        self._bytes_left = _MOST_BYTES  # for that
 
     def define(self, func: Any, main_by_value: bool) -> Defined:
         """A number and a definition for a function; NOT_NUMBERED for one that cannot be found by name. Text is the name
@@ -67,12 +70,17 @@ class FunctionTable:
             if main_by_value and (watched := self._watched.get(func)) is not None:
                 return self._renew(func, *watched)
             if self._left > 0:
-                taken = Taken(self._sent)
+                taken = Taken({} if self._careful else self._sent)
                 value = sendable(func)
-                packed = pack_of_script(value, taken) if main_by_value else pack(value)
-                if not packed.tensors:
+                try:
+                    packed = pack_of_script(value, taken) if main_by_value else pack(value)
+                except RRefError:  # it uses a reference, which can be sent with a call
+                    return self._whole(func)
+                if not packed.tensors and len(packed.payload) < self._bytes_left:
+                    self._bytes_left -= len(packed.payload)  # whether it is sent or not
                     watch = taken.watch()
-                    definition = packed.payload if watch is None else OF_A_SCRIPT + packed.payload
+                    form = b"" if watch is None else OF_A_SCRIPT_IN_PART if taken.in_part else OF_A_SCRIPT
+                    definition = form + packed.payload
                     callee = self._callee(func, next(self._numbers), definition)
                     return Defined(callee, definition, definition, watch, taken)
         return self._whole(func)
@@ -80,17 +88,30 @@ class FunctionTable:
     def _renew(self, func: Any, callee: Callee, watch: Watch) -> Defined:
         if watch.holds():
             return Defined(callee, b"", callee.definition)
-        taken, news = watch.look(self._sent)
-        if not news:
-            return Defined(callee, b"", callee.definition, taken.watch(), taken)
+        form, value = ANEW, sendable(func)
+        if watch.since is None:
+            taken = Taken({}, renewal=True)
+        else:
+            taken, news = watch.look(self._sent)
+            if not news:
+                return Defined(callee, b"", callee.definition, taken.watch(), taken)
+            form, value = NEWS, Renewal(news, taken)
         try:
-            packed = pack_of_script(Renewal(news, taken), taken)
+            packed = pack_of_script(value, taken)
         except SerializationError:  # a reference, which can be sent with a call; or the call says why not
             return self._whole(func)
-        if packed.tensors:
+        if packed.tensors or len(packed.payload) >= _MOST_BYTES:
             return self._whole(func)
-        changes = NEWS + packed.payload
+        changes = form + packed.payload
         return Defined(callee, changes, changes, taken.watch(), taken)
+
+    def forget_sent(self) -> None:
+        """The other worker could not take in what came of a script, and whatever came with it: what it has is not known
+        any more. All that a function uses goes with its next call, as does the function."""
+        self._careful = True
+        self._sent = {}
+        for func, (callee, watch) in list(self._watched.items()):
+            self._watched[func] = (callee, watch._replace(since=None))
 
     def _whole(self, func: Any) -> Defined:
         return Defined(self._callee(func, NOT_NUMBERED, b""), b"", b"")

@@ -28,7 +28,10 @@ def reply_frame(slot: Slot) -> Frame:
 
 def _named(error: BaseException, slot: Slot) -> BaseException:
     """The error itself. Of a result that could not be sent the other worker knows what it was, and this one of which
-    call, which is put into the text here."""
+    call, which is put into the text here. If it could not take in what came of a script, all of that goes again."""
+    if isinstance(error, SerializationError) and error.of_script:
+        del error.of_script
+        slot.link.functions.forget_sent()
     if type(error) is SerializationError and error.of_result:
         del error.of_result  # it may travel on, and is said once
         text = str(error)

@@ -9,13 +9,15 @@ The other side is `client/function_table.py`.
 import itertools
 from typing import Any
 
-from telegrad.errors import ProtocolError
+from telegrad.errors import ProtocolError, SerializationError
 from telegrad.rpc.trust.exports import MOST_NAME_BYTES, NAMED, find_export
 from telegrad.wire.codec import unpack
-from telegrad.wire.messages import NEWS, OF_A_SCRIPT
+from telegrad.wire.messages import ANEW, NEWS, OF_A_SCRIPT, OF_A_SCRIPT_IN_PART
 
 MOST_FUNCTIONS = 8192  # of one caller; ours ends at half as many
 MOST_BYTES = 128 * 2**20
+_DEFINITIONS = (OF_A_SCRIPT, OF_A_SCRIPT_IN_PART, ANEW)
+_WHOLE = (OF_A_SCRIPT, ANEW)  # these bring all that a function uses
 
 
 class FunctionTable:
@@ -30,7 +32,8 @@ class FunctionTable:
         self._bytes = 0  # of all definitions
         self._news: dict[int, tuple[int, bytes]] = {}  # of scripts, by arrival: for which function, and what it is
         self._arrivals = itertools.count()
-        self._failed: dict[int, bytes] = {}  # by function: news that could not be unpacked
+        self._whole: dict[int, int] = {}  # by function of a script: when all that it uses last came, by arrival
+        self._failed = (-1, "")  # the last that could not be unpacked: its arrival, and why
 
     def note(self, call: Any) -> None:
         """Keep the definition that a call carries. ProtocolError beyond what one caller may define.
@@ -39,7 +42,7 @@ class FunctionTable:
         may be refused before it is run: so this comes before anything else, in the order of arrival."""
         number, definition = call.function, call.definition
         form = definition[:1] if number and not self._exports_only else b""
-        if form == NEWS:
+        if form in (NEWS, ANEW):
             waiting = sum([len(news) for _, news in list(self._news.values())])
             if len(self._news) >= MOST_FUNCTIONS or waiting + len(definition) > MOST_BYTES:
                 raise ProtocolError(f"{MOST_FUNCTIONS} changes, or {MOST_BYTES} bytes of them, wait for a call to run")
@@ -51,7 +54,7 @@ class FunctionTable:
             if len(self._defined) >= MOST_FUNCTIONS or self._bytes > MOST_BYTES:
                 raise ProtocolError(f"it defines more than {MOST_FUNCTIONS} functions, or more than {MOST_BYTES} bytes")
             self._defined[number] = definition
-            if form == OF_A_SCRIPT:
+            if form in _DEFINITIONS:
                 self._keep_news(number, definition)
 
     def _keep_news(self, number: int, news: bytes) -> None:
@@ -65,8 +68,9 @@ class FunctionTable:
     def resolve(self, number: int) -> Any:
         """The function that a number stands for."""
         found = self.found
-        if self._news or self._failed:
-            self._take_news(number)
+        if self._news:
+            self._take_news()
+        self._check(number)
         function = self.made.get(number)
         if function is None:
             definition = self._defined.get(number)
@@ -74,26 +78,31 @@ class FunctionTable:
                 raise ProtocolError(f"call of function number {number}, which was never defined on this link")
             if definition[:1] == NAMED or self._exports_only:
                 return find_export(definition, self._caller).function  # each time: it may be withdrawn
-            payload = definition[1:] if definition[:1] == OF_A_SCRIPT else definition
+            payload = definition[1:] if definition[:1] in _DEFINITIONS else definition
             function = self.made.setdefault(number, unpack(payload, []))
         found[number] = function
         return function
 
-    def _take_news(self, number: int) -> None:
+    def _take_news(self) -> None:
         """Unpack what has come of scripts. Two threads may do so at once: what came is entered once."""
         for arrival, (function, news) in list(self._news.items()):
             try:
-                self._unpack_news(function, news)
-                self._failed.pop(function, None)
-            except Exception:
-                if function in self._defined:
-                    self._failed[function] = news  # which says why to those who call that function
-            self._news.pop(arrival, None)
-        if number in self._failed:
-            self._unpack_news(number, self._failed[number])
-            self._failed.pop(number, None)
+                value = unpack(memoryview(news)[1:], [])
+            except Exception as error:
+                if arrival > self._failed[0]:
+                    self._failed = (arrival, str(error))
+            else:
+                if news[:1] in _DEFINITIONS:
+                    self.made.setdefault(function, value)
+                if news[:1] in _WHOLE:
+                    self._whole[function] = max(arrival, self._whole.get(function, -1))
+            self._news.pop(arrival, None)  # last: who finds none does not look here
 
-    def _unpack_news(self, number: int, news: bytes) -> None:
-        value = unpack(memoryview(news)[1:], [])
-        if news[:1] == OF_A_SCRIPT:
-            self.made.setdefault(number, value)
+    def _check(self, number: int) -> None:
+        """Of what could not be unpacked nobody knows for whom it was: the caller has to send all again that a function
+        uses, before that may be called."""
+        arrival, why = self._failed
+        if arrival > self._whole.get(number, -1) and self._defined.get(number, b"")[:1] in _DEFINITIONS:
+            error = SerializationError(why)
+            error.of_script = True
+            raise error

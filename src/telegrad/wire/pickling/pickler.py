@@ -234,6 +234,7 @@ def _choose(
         taken.note(key, names.get(name, Gone), version)
         if 0 <= version <= taken.sent.get(key, -1) and name in names and _is_data(key, version, names[name]):
             left_out.add(name)
+            taken.in_part = True
     return {name: value for name, value in names.items() if name not in left_out} if left_out else names
 
 

@@ -22,6 +22,7 @@ class Taken:
     def __init__(self, sent: Mapping[Key, int], *, renewal: bool = False) -> None:
         self.sent = sent  # by global: the version that the other worker has
         self.renewal = renewal  # whether classes it has are to stay as they are there
+        self.in_part = False  # whether something was left out since it was sent
         self.versions: dict[Key, int] = {}
         self.ids: dict[Key, int] = {}
         self.since = main_module.state.now
@@ -39,7 +40,7 @@ class Taken:
 class Watch(NamedTuple):
     """The globals that a function uses, as they were when the other worker got them."""
 
-    since: object
+    since: object  # None if the function is to be defined anew
     names: tuple[str, ...]  # of the script of this process
     ids: list[int]
     others: tuple[Key, ...]  # of scripts whose functions came here: their versions say all
