@@ -53,6 +53,21 @@ assert call(g) == ("with 6", 2)
 K = None
 assert call(g) == ("with 6", None)
 """,
+    "a helper with a cache": """
+import functools
+K = 2
+@functools.lru_cache(maxsize=8)
+def scaled(x): return x * K
+@functools.cache
+def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
+def f(x): return scaled(x), fib(60), scaled.cache_parameters()["maxsize"], scaled.cache_info().hits
+assert call(f, 3) == (6, 1548008755920, 8, 0)
+assert call(f, 3) == (6, 1548008755920, 8, 1)
+assert call(scaled, 4) == 8 and call(fib, 10) == 55
+@functools.lru_cache(maxsize=4)
+def scaled(x): return x * K + 1
+assert call(f, 3)[:3] == (7, 1548008755920, 4)
+""",
     "the helper of a module's class": """
 def size(): return 2
 class Net(torch.nn.Module):

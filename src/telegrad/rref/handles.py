@@ -196,7 +196,8 @@ def create(
     complete = partial(_created, rrefs, to, rref_id, fork_id, creation)
     make = partial(PythonRemoteCall, rref_id, fork_id)
     try:
-        # The reply confirms the fork, however late it comes, so it is waited for beyond the timeout of the creation.
+        # The reply confirms the fork, however late it comes, so it is waited for beyond the timeout of the creation. So
+        # this is never given up, on which `Pending.is_late` counts: its reply is an `Ack`, too.
         start_call(agent, agent.link(to), func, args, kwargs, timeout, make=make, complete=complete, patience=0.0)
     except RpcTimeout as error:  # it never left, as a reply may never come: whoever uses the reference is told
         text = f"RRef creation via rpc.remote({name_of(func)}) to worker {to.name!r} failed: {error}"

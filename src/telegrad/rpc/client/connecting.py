@@ -125,7 +125,7 @@ class Connecting:
         for slot in waiting:
             if slot.request_id in self.pending.slots:
                 connection.send(REQUEST, slot.request_id, 0, *slot.whole(), deadline=deadline)
-            elif slot.request_id in self.pending.given_up:  # meanwhile, and its tensors may have changed
+            elif self.pending.was_given_up(slot.request_id):  # meanwhile, and its tensors may have changed
                 self._ask_after(connection, slot.request_id, deadline)
 
     def _ask_after(self, connection: Connection, request_id: int, deadline: float) -> None:

@@ -135,6 +135,11 @@ class Pending:
                 self.given_up[request_id] = Left(slot.kept, slot.whole()[0] if slot.definition else None)
         return slot
 
+    def was_given_up(self, request_id: int) -> bool:
+        """Whether the caller of a request that had no reply waits no longer."""
+        with self._lock:  # as above
+            return request_id in self.given_up
+
     def forget(self, request_id: int) -> None:
         """A request could not be sent, or not all of it: it will have no reply, not even a late one."""
         with self._lock:

@@ -47,6 +47,7 @@ _WITH_SETTER = 6  # the length of a reduction that names what gives an object it
 # A process started by multiprocessing knows its main module by the second name as well.
 _MAIN_MODULES = ("__main__", "__mp_main__")
 
+_Cached: Any = type(functools.lru_cache(len))  # a class that has no name of its own
 _data: dict[Key, tuple[int, bool]] = {}  # by global of a script: a version, and whether that is data alone
 _reducers: dict[type, Reduce] = {}
 _recording: Callable[[], bool] = lambda: False  # noqa: E731 - replaced by `set_recording`
@@ -199,6 +200,8 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle sh
                 "a scripted module cannot be sent: load it on the worker with torch.jit.load, or send the bytes that "
                 "torch.jit.save writes"
             )
+        if cls is _Cached and (_is_of_main(obj) or not _is_found_by_name(obj)):
+            return unpickler.cached, (obj.__wrapped__, obj.cache_parameters())
         if cls is FunctionType and getattr(obj, "_torchdynamo_wrapper_id", None) == id(obj):
             return unpickler.compiled, (obj._torchdynamo_orig_callable, _backend_of(obj))
         reduced = super().reducer_override(obj)
@@ -287,7 +290,7 @@ def _pack_with_cloudpickle(value: Any, main_by_value: bool, taken: Taken | None)
 
 
 def _is_of_main(obj: Any) -> bool:
-    return isinstance(obj, (FunctionType, type)) and obj.__module__ in _MAIN_MODULES
+    return isinstance(obj, (FunctionType, type, _Cached)) and obj.__module__ in _MAIN_MODULES
 
 
 def _is_found_by_name(obj: Any) -> bool:

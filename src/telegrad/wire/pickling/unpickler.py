@@ -5,6 +5,7 @@ Only for payloads of workers that have proved who they are.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import pickle
@@ -46,6 +47,10 @@ def typed_storage_of(storage: UntypedStorage, dtype: torch.dtype) -> TypedStorag
 
 def compiled(function: Any, backend: str) -> Any:
     return torch.compile(function, backend=backend)
+
+
+def cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def as_subclass(tensor: Tensor, cls: type[Tensor]) -> Tensor:
