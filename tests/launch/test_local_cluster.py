@@ -455,9 +455,12 @@ entered = threading.Event()
 def work():
     global block
     {lines}
+    print(cluster.directory, flush=True)
     entered.set()
     time.sleep(600)
 threading.Thread(target=work, daemon=True).start()
 entered.wait()
 """
-    assert run_to_its_end(code).returncode == 0
+    done = run_to_its_end(code)
+    assert done.returncode == 0
+    assert not Path(done.stdout.splitlines()[0]).exists()

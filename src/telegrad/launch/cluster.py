@@ -238,6 +238,7 @@ class Cluster:
             # A daemon thread is in its block to the last and never reaches its end. It need not see its calls fail.
             self.is_over = True
             self._let_go()
+            shutil.rmtree(self.directory, ignore_errors=True)
             return
         try:
             if ended_well:
