@@ -1,6 +1,7 @@
 """Leaves that another thread works on are waited for until the pass, or the step, is given up: not for good."""
 
 import re
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from telegrad.engine.local import claims
 from telegrad.errors import RpcTimeout, WorkerDied
 from telegrad.optim import DistributedOptimizer
 from telegrad.rpc.current import require_agent
+from telegrad.rpc.threads import interrupts
 from tests.cluster import Cluster, cluster
 from tests.oracle.interpreter import await_empty
 from tests.waiting import wait_until
@@ -91,6 +93,28 @@ def test_a_root_whose_leaves_are_busy_keeps_its_deadline(workers: Cluster) -> No
     with autograd.context() as context_id:
         autograd.backward(context_id, [(rpc.rpc_sync("worker1", torch.mul, (x * 2, 3.0))).sum()])
         assert autograd.get_gradients(context_id)[x].tolist() == [6.0, 6.0]
+
+
+def test_a_root_whose_leaves_are_busy_is_interrupted(workers: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_MOST_SECONDS", 1000.0)  # it is raised in the wait, or not at all
+    x = torch.ones(2, requires_grad=True)
+    holder = Holder(x)
+
+    def interrupt() -> None:
+        wait_until(lambda: not nobody_waits(), 30)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", torch.mul, (x * 2, 3.0)).sum()
+            with pytest.raises(KeyboardInterrupt):
+                autograd.backward(context_id, [loss], timeout=10)
+        assert nobody_waits()
+    finally:
+        thread.join(60)
+        holder.end()
 
 
 def test_a_participant_whose_leaves_are_busy_stops_waiting_when_the_pass_is_given_up(workers: Cluster) -> None:

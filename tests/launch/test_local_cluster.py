@@ -427,6 +427,26 @@ def test_a_fork_leaves_an_open_cluster_alone() -> None:
     assert run_to_its_end(OPEN + forks).stdout == "0 8"
 
 
+def test_a_forked_child_that_leaves_the_block_leaves_the_workers_alone() -> None:
+    code = """
+import os, time
+import telegrad
+from telegrad import rpc
+
+with telegrad.local_cluster(workers=2, restart=True, shutdown_timeout=20) as cluster:
+    before = cluster.pid("worker1")
+    print("pids", before, flush=True)
+    began = time.monotonic()
+    child = os.fork()
+    if child:
+        print(os.waitpid(child, 0)[1], time.monotonic() - began < 10)
+        print(rpc.rpc_sync("worker1", os.getpid) == before, flush=True)
+if not child:
+    os._exit(0)
+"""
+    assert run_to_its_end(code).stdout.splitlines() == ["0 True", "True"]
+
+
 def test_a_daemon_thread_in_its_block_does_not_hold_up_the_end() -> None:
     lines = "\n    ".join(OPEN.strip().splitlines()[4:])
     code = f"""
@@ -435,9 +455,12 @@ entered = threading.Event()
 def work():
     global block
     {lines}
+    print(cluster.directory, flush=True)
     entered.set()
     time.sleep(600)
 threading.Thread(target=work, daemon=True).start()
 entered.wait()
 """
-    assert run_to_its_end(code).returncode == 0
+    done = run_to_its_end(code)
+    assert done.returncode == 0
+    assert not Path(done.stdout.splitlines()[0]).exists()

@@ -82,6 +82,24 @@ def test_a_tensor_changed_in_place_is_a_change() -> None:
     assert changed_options([group], told) == {0: {"lr": torch.tensor(0.2)}}
 
 
+@pytest.mark.parametrize(
+    ("option", "change"),
+    [
+        ((torch.tensor(0.9), 0.99), lambda betas: betas[0].fill_(0.1)),
+        ([0.9, 0.99], lambda betas: betas.__setitem__(0, 0.1)),
+        ({"beta": 0.9}, lambda betas: betas.update(beta=0.1)),
+        ((0.9, [0.99]), lambda betas: betas[1].append(0.1)),
+    ],
+)
+def test_what_is_changed_within_an_option_is_a_change(option: Any, change: Callable[[Any], object]) -> None:
+    group = {"params": [A], "betas": option}
+    told = Told([group])
+    assert changed_options(Told([group]).options, told.options) == {}
+    change(option)
+    assert not told.are_still([group])
+    assert 0 in changed_options(Told([group]).options, told.options)
+
+
 def test_a_switch_is_not_the_number_it_equals() -> None:
     assert changed_options([{"maximize": True}], [{"maximize": 1}]) == {0: {"maximize": True}}
 

@@ -80,6 +80,19 @@ def test_a_step_that_torch_has_not_wrapped_is_left_alone() -> None:
     assert step_of(Plain())() == "stepped"  # type: ignore[arg-type] # what a user's factory may make
 
 
+def test_an_object_whose_class_has_no_step_takes_its_own() -> None:
+    class HandsOn:
+        def __init__(self) -> None:
+            self.inner = sgd()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    optimizer = HandsOn()
+    step_of(optimizer)()  # type: ignore[arg-type] # as above
+    assert value(optimizer.inner) == [0.5, 0.5]
+
+
 def noting(step: Any) -> Any:
     """A user's wrapper, which takes over all that torch has noted at the step."""
 

@@ -65,7 +65,10 @@ def test_a_task_wakes_one_thread_and_the_end_wakes_all() -> None:
     wait_until(lambda: not threads._threads)
 
 
-def test_no_task_is_left_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("why", "warns"), [("", True), (" at interpreter shutdown", False)])
+def test_no_task_is_left_where_no_thread_can_be_started(
+    why: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     threads = IoThreads("test", 8)
     threads.start()
     started, come, go = threading.Event(), threading.Event(), threading.Event()
@@ -74,7 +77,7 @@ def test_no_task_is_left_where_no_thread_can_be_started(monkeypatch: pytest.Monk
 
     def fail(thread: threading.Thread) -> None:
         come.set()
-        raise RuntimeError("can't start new thread")
+        raise RuntimeError(f"can't start new thread{why}")
 
     monkeypatch.setattr(threading.Thread, "start", fail)
     threads.submit(started.set)
@@ -87,6 +90,7 @@ def test_no_task_is_left_where_no_thread_can_be_started(monkeypatch: pytest.Monk
         threads.submit(done.set)
         assert done.wait(60)
     monkeypatch.undo()
+    assert any("could not start another" in record.getMessage() for record in caplog.records) is warns
     threads.close()
     wait_until(lambda: not threads._threads)
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.wire.tensor import on_device
@@ -215,6 +216,16 @@ def test_nested_tensors_arrive_equal() -> None:
     arrived = trip(sent)[0]
     assert arrived.is_nested
     assert all(torch.equal(a, b) for a, b in zip(arrived.unbind(), sent.unbind(), strict=True))
+
+
+def test_a_level_of_forward_mode_is_no_matter_to_tensors_that_cannot_have_a_tangent() -> None:
+    """It may be another thread's: torch counts the levels of all."""
+    others = [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]
+    sparse = [to_layout(torch.eye(4, 6)) for to_layout in SPARSE.values()]
+    with forward_ad.dual_level():  # type: ignore[no-untyped-call]
+        arrived = trip(*sparse, *others)
+    assert [tensor.layout for tensor in arrived] == [tensor.layout for tensor in (*sparse, *others)]
+    assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(arrived, sparse, strict=False))
 
 
 def test_parts_do_not_shift_the_table() -> None:

@@ -192,7 +192,11 @@ class Cluster:
         print(f"the dashboard is at {self.dashboard}", flush=True)
 
     def shut_down(self, seconds: float) -> None:
-        """Wait for calls under way, leave the job with all others, and wait until they have ended by themselves."""
+        """Wait for calls under way, leave the job with all others, and wait until they have ended by themselves. A
+        forked child, which leaves the block as well, has none of this to do: its calls and processes are its parent's.
+        """
+        if not self.is_ours:
+            return
         self._page.close()
         self.stop_restarting()
         if current_agent() is not None:  # the block may have called rpc.shutdown() itself
@@ -234,6 +238,7 @@ class Cluster:
             # A daemon thread is in its block to the last and never reaches its end. It need not see its calls fail.
             self.is_over = True
             self._let_go()
+            shutil.rmtree(self.directory, ignore_errors=True)
             return
         try:
             if ended_well:

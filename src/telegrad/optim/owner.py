@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from telegrad import rpc, trace
-from telegrad.engine.local.claims import claimed, release, wait_for_claim
+from telegrad.engine.local.claims import Claim, claimed, release, wait_for_claim
 from telegrad.optim.gradients import Gradients, context_gradients, gradient_norms
 from telegrad.optim.shares import GroupShare, Options, options_of
 from telegrad.optim.unobserved import step_of
@@ -36,6 +36,7 @@ class LocalOptimizer:
         self.group_numbers = [share.group for share in shares]
         self.indices = [index for share in shares for index in share.indices]
         self.accumulated: Gradients = {}
+        self._regroupings = 0  # how often groups were added or taken back
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -53,6 +54,7 @@ class LocalOptimizer:
             self.optimizer.add_param_group(share.local_group())
             self.group_numbers.append(share.group)
             self.indices += share.indices
+            self._regroupings += 1
             return self.description()[1]
 
     def undo_add(self, group: int) -> None:
@@ -61,6 +63,7 @@ class LocalOptimizer:
             if self.group_numbers[-1] == group:
                 del self.group_numbers[-1]
                 del self.indices[-len(self.optimizer.param_groups.pop()["params"]) :]
+                self._regroupings += 1
 
     def accumulate(self, context_id: int) -> None:
         """Add the context's gradients to what the next step applies."""
@@ -93,9 +96,8 @@ class LocalOptimizer:
     ) -> None:
         """Apply what was accumulated and the context's gradients, times `scale`, then times `shrink` to clip. First
         take over what has changed in the options of the groups."""
-        params = self.params
         gradients = {} if context_id is None else context_gradients(context_id)
-        claim = wait_for_claim([self, *params])
+        params, claim = self._claim()
         try:
             if changes:
                 self._take_options(changes)
@@ -137,6 +139,17 @@ class LocalOptimizer:
             local_state = {local_numbers[index]: value for index, value in state.items()}
             self.optimizer.load_state_dict({"state": local_state, "param_groups": groups})
             self.accumulated.clear()
+
+    def _claim(self) -> tuple[list[torch.Tensor], Claim]:
+        """The parameters, and a claim of them all and of this. A group that is added while others are waited for is
+        among them: its parameters would be stepped with whatever their `.grad` is otherwise."""
+        while True:
+            regroupings = self._regroupings
+            params = self.params
+            claim = wait_for_claim([self, *params])
+            if regroupings == self._regroupings:
+                return params, claim
+            release(claim)
 
     def _take_options(self, changes: dict[int, Options]) -> None:
         for number, group in zip(self.group_numbers, self.optimizer.param_groups, strict=True):

@@ -154,7 +154,7 @@ class Told:
         self.options.append(options_of(group))
         if self._seen is not None:
             self._seen.append(_contents(group))
-        if any(isinstance(value, torch.Tensor) for value in group.values()):
+        if not all(_is_fixed(value) for key, value in group.items() if key not in _NOT_OPTIONS):
             self._seen = None  # it may be changed in place
 
     def doubt(self, changes: Mapping[int, Options]) -> None:
@@ -198,19 +198,40 @@ def changed_options(groups: Sequence[Options], known: Sequence[Options]) -> dict
 
 
 def options_of(group: Options) -> Options:
-    """A snapshot of a group's options: a tensor, such as a capturable learning rate, is changed in place by others."""
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key not in _NOT_OPTIONS
-    }
+    """A snapshot of a group's options: a tensor, such as a capturable learning rate, is changed in place by others, and
+    so may be one within a pair of betas, or a list."""
+    return {key: _snapshot(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is tuple or type(value) is list:
+        return type(value)(map(_snapshot, value))
+    if type(value) is dict:
+        return {key: _snapshot(item) for key, item in value.items()}
+    return value
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether it stays as it is, as long as it is the same object."""
+    if type(value) is tuple:
+        return all(map(_is_fixed, value))
+    return value is None or isinstance(value, _FIXED)
 
 
 _UNTOLD = object()
+_FIXED = (int, float, complex, str, bytes, torch.dtype, torch.device)
 _NOT_OPTIONS = ("params", "param_names")  # which parameters a group has: each owner has its own part of those
 
 
 def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
         return isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor) and torch.equal(ours, theirs)
-    return type(ours) is type(theirs) and bool(ours == theirs)
+    if type(ours) is not type(theirs):
+        return False
+    if type(ours) is tuple or type(ours) is list:
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    if type(ours) is dict:
+        return ours.keys() == theirs.keys() and all(_same(value, theirs[key]) for key, value in ours.items())
+    return bool(ours == theirs)

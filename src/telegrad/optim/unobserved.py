@@ -33,8 +33,9 @@ def is_observed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_wrapped(optimizer_class: type) -> bool:
-    """Whether the step of a class is torch's wrapper around another, and not a user's around that."""
-    return getattr(optimizer_class.step, "__code__", None) is _TORCHS  # type: ignore[attr-defined] # of an optimizer
+    """Whether the step of a class is torch's wrapper around another, and not a user's around that. The class of an
+    object that hands on what it is asked has none."""
+    return getattr(getattr(optimizer_class, "step", None), "__code__", None) is _TORCHS
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

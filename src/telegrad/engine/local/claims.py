@@ -17,6 +17,7 @@ from threading import get_ident
 
 from telegrad.errors import CallCancelled
 from telegrad.rpc.server.cancellation import cancelled
+from telegrad.rpc.threads.interrupts import interruptible
 from telegrad.rpc.threads.yield_turn import blocking
 
 _LOOK_SECONDS = 0.1  # between two looks whether to go on waiting
@@ -75,11 +76,16 @@ def await_claim(things: Sequence[object], seconds: float) -> Claim | None:
         _waiting.add(thread)  # before looking: who releases from here on will notify
         try:
             while (claim := try_claim(things)) is None:
-                if not _released.wait_for(are_free, ends_at - time.monotonic()):
+                if not _sleep(are_free, ends_at - time.monotonic()):
                     break
         finally:
             _waiting.discard(thread)
     return claim
+
+
+@interruptible
+def _sleep(are_free: Callable[[], bool], seconds: float) -> bool:
+    return _released.wait_for(are_free, seconds)
 
 
 def _who_has(things: Iterable[object]) -> str:

@@ -157,7 +157,9 @@ class IoThreads:
                 none = not self._threads
             if none:
                 raise
-            log.warning("%s could not start another I/O thread: %s", self._name, error)
+            # Python 3.12 starts none once a program ends, which is no news: a cluster may be open then.
+            level = logging.DEBUG if "interpreter shutdown" in str(error) else logging.WARNING
+            log.log(level, "%s could not start another I/O thread: %s", self._name, error)
 
     def _work(self) -> None:
         try:

@@ -131,11 +131,18 @@ def _refuse_strangers(tensor: Tensor) -> None:
         raise _unsendable(tensor, f"its class is {cls.__module__}.{cls.__qualname__}, not torch.Tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise _unsendable(tensor, "it exists only inside a torch.func transform: make the call outside of it")
-    # No type is declared for this one of torch's.
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+    if forward_ad._current_level >= 0 and _has_tangent(tensor):
         raise _unsendable(
             tensor, "it has a tangent of forward-mode AD, which would be lost: make the call outside of it"
         )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """For while a level of forward-mode AD is open, which may be another thread's."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False  # torch has none for these, and cannot be asked
+    # No type is declared for this one of torch's.
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _take_apart(tensor: Tensor, next_index: int) -> tuple[TensorSpec, list[Tensor]]:
