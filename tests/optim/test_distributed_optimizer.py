@@ -13,6 +13,7 @@ from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule, remote_parameters, state_dict
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_
 from tests.training_cluster import OWNERS, Stack, Weights, cluster, layer, local_model, loss_of, push, split_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -394,6 +395,45 @@ def test_an_option_changed_back_after_a_step_that_failed_holds_on_all_owners() -
     distributed_step(split, optimizer, 1)
     owners = [rpc.rpc_sync(local.owner(), rates, (local,)) for local in optimizer.remote_optimizers]
     assert owners == [[0.5], [0.5], [0.5]]
+
+
+class WaitsAtHighRates(torch.optim.SGD):
+    """Steps only when it may, while its learning rate is above 1."""
+
+    waits, may_go_on = threading.Event(), threading.Event()
+
+    def step(self, closure: Any = None) -> None:
+        if self.param_groups[0]["lr"] > 1:
+            self.waits.set()
+            assert self.may_go_on.wait(90)
+        super().step(closure)
+
+    @classmethod
+    def is_in_a_step(cls) -> bool:
+        return cls.waits.wait(90)
+
+    @classmethod
+    def go_on(cls) -> None:
+        cls.may_go_on.set()
+
+
+def test_a_group_added_while_a_step_tells_of_new_options_is_known_after_it() -> None:
+    first, second = (RemoteModule(owner, layer, (0, 6, 3)).remote_parameters() for owner in ("ps0", "ps1"))
+    optimizer = DistributedOptimizer(WaitsAtHighRates, first, lr=0.5)
+    optimizer.param_groups[0]["lr"] = 2.0
+    step = threading.Thread(target=optimizer.step)
+    add = threading.Thread(target=optimizer.add_param_group, args=({"params": second, "lr": 0.25},))
+    step.start()
+    assert rpc.rpc_sync("ps0", WaitsAtHighRates.is_in_a_step)
+    add.start()
+    wait_until(lambda: optimizer._telling.locked() or not add.is_alive())  # it waits, or is done
+    rpc.rpc_sync("ps0", WaitsAtHighRates.go_on)
+    for thread in (step, add):
+        thread.join(90)
+    optimizer.param_groups[1]["lr"] = 0.125
+    optimizer.step()
+    assert [rpc.rpc_sync(local.owner(), rates, (local,)) for local in optimizer.remote_optimizers] == [[2.0], [0.125]]
+    assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [2.0, 0.125]
 
 
 class RefusesHighRates(torch.optim.SGD):

@@ -11,6 +11,7 @@ round trip.
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import deepcopy
@@ -62,6 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _check_class(optimizer_class)
         groups, grouped = parameter_groups(params_rref)
         self._how = (optimizer_class, args, kwargs)
+        self._telling = threading.Lock()  # held by the one that changes what owners know of the groups, until they do
         self._shares = split_by_owner(groups)
         made = self._create_locals(grouped)
         self._locals = {owner: local for owner, (local, _, _) in made.items()}
@@ -111,13 +113,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._told.are_still(self.param_groups):
             self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, scale, shrink)
             return total
-        telling = Told(self.param_groups)
-        changes = changed_options(telling.options, self._told.options)
-        # If the step fails below, some owners have taken the changes and others have not: all are told again next time,
-        # also of what was changed back meanwhile.
-        self._told.doubt(changes)
-        self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, scale, shrink, changes)
-        self._told = telling
+        with self._telling:
+            telling = Told(self.param_groups)
+            changes = changed_options(telling.options, self._told.options)
+            # If the step fails below, some owners have taken the changes and others have not: all are told again next
+            # time, also of what was changed back meanwhile.
+            self._told.doubt(changes)
+            self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, scale, shrink, changes)
+            self._told = telling
         return total
 
     def accumulate(self, context_id: int) -> None:
@@ -135,13 +138,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             before(self)
         state: dict[int, Any] = {}
         options: dict[int, Options] = {}
-        for owned_state, owned_options in self._ask_owners("state_dict", LocalOptimizer.state).values():
-            state.update(owned_state)
-            options.update(owned_options)
-        # The owners' options first, since an optimizer may change its own; then what they have not been told yet.
-        changes = changed_options(self.param_groups, self._told.options)
+        with self._telling:
+            for owned_state, owned_options in self._ask_owners("state_dict", LocalOptimizer.state).values():
+                state.update(owned_state)
+                options.update(owned_options)
+            # The owners' options first, since an optimizer may change its own; then what they have not been told yet.
+            ours = [*self.param_groups]
+            changes = changed_options(ours, self._told.options)
         groups, first = [], 0
-        for number, group in enumerate(self.param_groups):
+        for number, group in enumerate(ours):
             count = len(group["params"])
             current = {**options[number], **changes.get(number, {})}
             names = {"param_names": list(group["param_names"])} if "param_names" in group else {}
@@ -177,15 +182,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for share in shares if names else ():
                 my_options[share.group]["param_names"] = [names[index] for index in share.indices]
             calls[owner] = _asking(self._locals[owner], LocalOptimizer.load_state, mine, my_options)
-        self._told.doubt(options)  # as in a step
-        ask_all("load_state_dict", calls)
-        for number, group in enumerate(self.param_groups):
-            kept = {key: group[key] for key in ("params", "param_names") if key in group}
-            if "param_names" in saved_groups[number]:
-                kept["param_names"] = list(saved_groups[number]["param_names"])
-            group.clear()
-            group.update(options_of(options[number]), **kept)
-        self._told = Told(self.param_groups)
+        with self._telling:
+            self._told.doubt(options)  # as in a step
+            ask_all("load_state_dict", calls)
+            for number, group in enumerate(self.param_groups):
+                kept = {key: group[key] for key in ("params", "param_names") if key in group}
+                if "param_names" in saved_groups[number]:
+                    kept["param_names"] = list(saved_groups[number]["param_names"])
+                group.clear()
+                group.update(options_of(options[number]), **kept)
+            self._told = Told(self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -197,6 +203,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not hasattr(self, "_told"):  # torch.optim.Optimizer shows the groups, as it is made
             self.param_groups.append(param_group)
             return
+        with self._telling:
+            self._add_group(param_group)
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
         number, first = len(self.param_groups), sum(len(group["params"]) for group in self.param_groups)
         group = one_group(number, param_group)
         check_names([*self.param_groups, group])

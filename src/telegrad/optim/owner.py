@@ -6,7 +6,8 @@ in the same way, and so do other trainers' steps. So a step is applied whole, wh
 without gradient is not touched, momentum and weight decay included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -122,15 +123,15 @@ class LocalOptimizer:
 
     def state(self) -> tuple[dict[int, Any], dict[int, Options]]:
         """Each parameter's state, by the trainer's number for it, and each group's options, all in host memory."""
-        with claimed([self, *self.params]):
+        with self._claimed():
             saved = self.optimizer.state_dict()["state"]
             _, options = self.description()
             return {self.indices[local]: _to_host(state) for local, state in saved.items()}, _to_host(options)
 
     def load_state(self, state: dict[int, Any], options: dict[int, Options]) -> None:
         """Take over a state as `state` gives it, and the options of this owner's groups."""
-        local_numbers = {index: local for local, index in enumerate(self.indices)}
-        with claimed([self, *self.params]):
+        with self._claimed():
+            local_numbers = {index: local for local, index in enumerate(self.indices)}
             saved = self.optimizer.state_dict()
             groups = [
                 {**_names_in(group), **options[number], "params": group["params"]}
@@ -149,6 +150,14 @@ class LocalOptimizer:
             claim = wait_for_claim([self, *params])
             if regroupings == self._regroupings:
                 return params, claim
+            release(claim)
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        _, claim = self._claim()
+        try:
+            yield
+        finally:
             release(claim)
 
     def _take_options(self, changes: dict[int, Options]) -> None:
