@@ -235,7 +235,7 @@ class Cluster:
         if not self.is_ours:
             return
         if self._thread is not threading.main_thread() and self._thread.is_alive():
-            # A daemon thread is in its block to the last and never reaches its end. It need not see its calls fail.
+            # A daemon thread is in its block to the last and never reaches its end; what it waits for fails.
             self.is_over = True
             self._let_go()
             shutil.rmtree(self.directory, ignore_errors=True)
