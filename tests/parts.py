@@ -1,11 +1,12 @@
-"""Runs the suite as three processes: most tests wait for workers to start, end or time out, and leave cores idle.
+"""Runs the suite as several processes: most tests wait for workers to start, end or time out, and leave cores idle.
 
-    python -m tests.parts                 all tests, in three parts
+    python -m tests.parts                 all tests, in three parts; where there are many cores, in more
     python -m tests.parts -k stream ...   with arguments: one pytest, with these
 
 A test that fails only here depends on time; what one part prints stays together.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -19,8 +20,30 @@ SECOND = ("autograd", "cuda", "distributed", "observe", "package")
 PYTEST = [sys.executable, "-m", "pytest", "--durations=20"]
 
 
-def parts() -> list[list[str]]:
+_MANY_CORES = 8
+# There is one GPU.
+_TOGETHER = ("cuda",)
+
+
+def parts(cores: int) -> list[list[str]]:
     """The folders and files of tests, each in one of the parts."""
+    return _by_folder() if cores < _MANY_CORES else _by_size(3 * cores // 4)
+
+
+def _by_size(count: int) -> list[list[str]]:
+    """So many parts with about as many lines each, as far as that goes: a file is not divided."""
+    lots = [[path] for path in FOLDER.rglob("test_*.py") if not {*path.parts} & {*_TOGETHER}]
+    lots += [sorted((FOLDER / name).rglob("test_*.py")) for name in _TOGETHER]
+    sizes = {tuple(lot): sum(path.read_bytes().count(b"\n") for path in lot) for lot in lots}
+    made: list[tuple[int, list[str]]] = [(0, []) for _ in range(count)]
+    for lot in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        smallest = min(range(count), key=lambda number: made[number][0])
+        lines, paths = made[smallest]
+        made[smallest] = (lines + sizes[lot], [*paths, *map(str, lot)])
+    return [paths for _, paths in made]
+
+
+def _by_folder() -> list[list[str]]:
     named = {*FIRST, *SECOND}
     others = [path for path in sorted(FOLDER.iterdir()) if path.is_dir() or path.name.startswith("test_")]
     last = [str(path) for path in others if path.name not in named and _has_tests(path)]
@@ -56,7 +79,7 @@ def main(arguments: list[str]) -> int:
     """The exit status of the part that ended worst."""
     if arguments:
         return subprocess.call([*PYTEST, *arguments])
-    shown, *others = parts()
+    shown, *others = parts(len(os.sched_getaffinity(0)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever ends a run that takes too long sees all parts
     beside = [Beside(tests) for tests in others]
     try:

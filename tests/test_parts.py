@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.parts import FIRST, FOLDER, SECOND, parts
 
 
@@ -9,8 +11,10 @@ def files_in(part: list[str]) -> set[Path]:
     return {file for path in map(Path, part) for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
 
 
-def test_every_file_is_in_one_part() -> None:
-    found = [files_in(part) for part in parts()]
+@pytest.mark.parametrize("cores", [1, 2, 7, 8, 16, 64])
+def test_every_file_is_in_one_part(cores: int) -> None:
+    found = [files_in(part) for part in parts(cores)]
+    assert all(found)
     assert set().union(*found) == set(FOLDER.rglob("test_*.py"))
     assert sum(map(len, found)) == len(set().union(*found))
 
