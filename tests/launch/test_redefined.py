@@ -334,3 +334,35 @@ def test_a_script_that_redefines(body: str) -> None:
     script = SCRIPT.replace("{body}", textwrap.indent(body, "    "))
     ran = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=150)
     assert "all well" in ran.stdout, ran.stderr
+
+
+TRAINED = """
+import torch
+import telegrad
+from telegrad import rpc
+model = torch.nn.Linear(2, 1)
+norm = torch.nn.BatchNorm1d(2)
+frozen = torch.zeros(2)
+def train():
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    with torch.no_grad():
+        model.weight.sub_(model.weight.grad)
+    return frozen.add_(1).sum().item()
+def read(): return norm(torch.ones(4, 2)).sum().item() if norm.training else norm.weight.sum().item()
+norm.eval()
+with telegrad.local_cluster(workers=2):
+    for number in range(3):
+        assert rpc.rpc_sync("worker1", train) == 2 * number + 2
+        rpc.rpc_sync("worker1", read)
+print("all well")
+"""
+
+
+def test_what_a_worker_trains_in_a_global_of_the_script_is_lost_and_said_to_be() -> None:
+    """It requires grad, so the script's own comes anew with each call: of this a worker tells once."""
+    ran = subprocess.run([sys.executable, "-c", TRAINED], check=False, capture_output=True, text=True, timeout=150)
+    assert "all well" in ran.stdout, ran.stderr
+    told = [line for line in (ran.stdout + ran.stderr).splitlines() if "was changed by this worker" in line]
+    assert len(told) == 1
+    assert "worker1" in told[0] and "'model'" in told[0] and "rpc.remote or RemoteModule" in told[0]

@@ -8,16 +8,19 @@ back with that message. Who notices that a global has another value is in `watch
 """
 
 import builtins
+import logging
 import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 from torch import Tensor, nn
+
+log = logging.getLogger("telegrad.rpc")
 
 _HERE = secrets.token_hex(8)  # names the script of this process
 _ORIGIN = "__telegrad_origin__"
@@ -27,6 +30,9 @@ _PLAIN = (int, float, complex, str, bytes, type(None), type, FunctionType, Built
 _spaces: dict[str, dict[str, Any]] = {}  # by the script they came from
 _known: dict[str, dict[str, int]] = {}  # the versions of what is in them
 _lock = threading.Lock()  # guards the entering of names into a namespace, with their versions
+# Of those that come anew with each message: the object that came last, and how often its tensors had changed in place.
+_came: dict[tuple[str, str], tuple[int, list[int]]] = {}
+_warned: set[tuple[str, str]] = set()
 _counted: dict[str, tuple[Any, int]] = {}  # of the own script: the value that was last sent, and its version
 
 
@@ -157,6 +163,7 @@ def renew(origin: str, arrived: dict[str, Any], versions: dict[str, int]) -> Non
 
 def _enter(origin: str | None, names: dict[str, Any], arrived: dict[str, Any], versions: dict[str, int]) -> None:
     before = []  # let go of when the lock is free: they may have something to do at their end
+    anew = []
     with _lock:
         known = _known.setdefault(origin, {}) if origin is not None else {}
         for name, value in arrived.items():
@@ -164,6 +171,8 @@ def _enter(origin: str | None, names: dict[str, Any], arrived: dict[str, Any], v
             last = known.get(name, 0)
             if version == _ALWAYS or version > last or (name not in names and version == last):
                 before.append(names.get(name))
+                if version == _ALWAYS:
+                    anew.append((name, names.get(name, value), value))
                 known[name] = version
                 if value is Gone:
                     names.pop(name, None)
@@ -171,6 +180,44 @@ def _enter(origin: str | None, names: dict[str, Any], arrived: dict[str, Any], v
                     names[name] = value
     if before and origin is not None:
         _changed()
+        for name, last_value, value in anew:
+            _look_at((origin, name), last_value, value)
+
+
+def _look_at(key: tuple[str, str], before: Any, value: Any) -> None:
+    """Another value takes the place of a global that may carry gradients: whether this worker had changed it."""
+    if before is not value and key in _came and _came[key] != _state_of(before) and key not in _warned:
+        _warned.add(key)
+        log.warning(
+            "global %r of the script was changed by this worker, and the script's own takes its place with each call "
+            "of a function that uses it: it requires grad, and its gradients go back to the script. What a worker is "
+            "to train or to count, make there, by rpc.remote or RemoteModule, or in a module that both import",
+            key[1],
+        )
+    _came[key] = _state_of(value)
+
+
+def _state_of(value: Any) -> tuple[int, list[int]]:
+    return id(value), [tensor._version for tensor in _tensors_in(value) if not tensor.is_inference()]
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those that `_may_carry_gradients` has looked at, and the buffers beside them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif not isinstance(value, _PLAIN):
+        for item in getattr(value, "__dict__", {}).values():
+            if isinstance(item, (Tensor, nn.Module)):
+                yield from _tensors_in(item)
 
 
 def keep_class(cls: type, state: Any) -> None:
