@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd, rpc
 from telegrad.errors import GradientsEndHere
+from telegrad.nn import RemoteModule
 from tests.cluster import Cluster, cluster
 
 WEIGHT = nn.Parameter(torch.ones(2))
@@ -45,6 +46,16 @@ def test_each_call_site_is_told_once(pair: Cluster) -> None:
     assert "weighted() on worker 'worker1' requires grad" in text
     assert "telegrad.autograd.context()" in text
     assert result.requires_grad and result.is_leaf  # as in torch: it may be a leaf of this worker's own
+
+
+def test_the_call_site_of_a_module_within_a_model_is_that_of_the_model(pair: Cluster) -> None:
+    """Not torch's own lines, which all modules share."""
+    model = nn.Sequential(RemoteModule("worker1", nn.Linear, (2, 2)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        model(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    assert [each.filename for each in caught if each.category is GradientsEndHere] == [__file__] * 2
 
 
 def test_also_of_futures_and_references(pair: Cluster) -> None:

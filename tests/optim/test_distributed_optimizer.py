@@ -1,6 +1,7 @@
 """What DistributedOptimizer promises, on real workers, against one process."""
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -434,6 +435,33 @@ def test_a_group_added_while_a_step_tells_of_new_options_is_known_after_it() -> 
     optimizer.step()
     assert [rpc.rpc_sync(local.owner(), rates, (local,)) for local in optimizer.remote_optimizers] == [[2.0], [0.125]]
     assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [2.0, 0.125]
+
+
+def test_a_step_that_finds_no_gradient_says_so_once() -> None:
+    model = RemoteModule("ps0", layer, (0, 6, 3))
+    copies = [parameter.to_here() for parameter in model.remote_parameters()]
+    optimizer = DistributedOptimizer(torch.optim.SGD, copies, lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [model(torch.ones(1, 6)).sum()])
+                optimizer.step(context_id)
+    (told,) = [each for each in caught if "changed none of the parameters" in str(each.message)]
+    assert told.filename == __file__
+    assert "fetched from another worker is a copy" in str(told.message)
+
+
+def test_a_step_that_finds_no_gradient_after_one_that_did_says_nothing() -> None:
+    model = RemoteModule("ps0", layer, (0, 6, 3))
+    optimizer = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [model(torch.ones(1, 6)).sum()])
+            optimizer.step(context_id)
+        with autograd.context() as context_id:
+            optimizer.step(context_id)
 
 
 class RefusesHighRates(torch.optim.SGD):

@@ -12,7 +12,7 @@ round trip.
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from telegrad import rpc
+from telegrad.autograd.outside import warn_where_called
 from telegrad.autograd.registry import within
 from telegrad.optim.clip import shrink_factor, total_norm
 from telegrad.optim.gradients import check_context
@@ -63,6 +64,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _check_class(optimizer_class)
         groups, grouped = parameter_groups(params_rref)
         self._how = (optimizer_class, args, kwargs)
+        self._never_found = True  # whether no step yet had a gradient
+        self._has_warned = False
         self._telling = threading.Lock()  # held by the one that changes what owners know of the groups, until they do
         self._shares = split_by_owner(groups)
         made = self._create_locals(grouped)
@@ -111,7 +114,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             total = total_norm(norms.values(), norm_type, error_if_nonfinite)
             shrink = shrink_factor(total, float(max_norm))
         if self._told.are_still(self.param_groups):
-            self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, scale, shrink)
+            steps = self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, scale, shrink)
+            self._look_at(steps, context_id)
             return total
         with self._telling:
             telling = Told(self.param_groups)
@@ -119,9 +123,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # If the step fails below, some owners have taken the changes and others have not: all are told again next
             # time, also of what was changed back meanwhile.
             self._told.doubt(changes)
-            self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, scale, shrink, changes)
+            steps = self._ask_owners("the optimizer step", LocalOptimizer.step, context_id, scale, shrink, changes)
             self._told = telling
+        self._look_at(steps, context_id)
         return total
+
+    def _look_at(self, steps: Mapping[str, str | None], context_id: int | None) -> None:
+        """Warn once, if none of the steps so far has found a gradient: that is seldom what was meant."""
+        if self._never_found:
+            self._never_found = all(steps.values())
+            if self._never_found and not self._has_warned:
+                self._has_warned = True
+                why = (
+                    "nothing was accumulated. Give `step` the id of a context, or call `accumulate` with it before"
+                    if context_id is None
+                    else f"none has a gradient in context {context_id}. Was backward run with this context, and are "
+                    "these the parameters that the calls used? One that was fetched from another worker is a copy: "
+                    "give references, as from RemoteModule.remote_parameters() or rpc.RRef on the owner"
+                )
+                warn_where_called(f"the step changed none of the parameters: {why}", UserWarning)
 
     def accumulate(self, context_id: int) -> None:
         """Add the gradients of `context_id` to what the next `step` applies. The context may end after this."""

@@ -19,6 +19,8 @@ from telegrad.optim.shares import GroupShare, Options, options_of
 from telegrad.optim.unobserved import step_of
 from telegrad.rref.value_on_owner import value_kept_here
 
+NO_GRADIENT = "no gradient"
+
 
 class LocalOptimizer:
     """One torch optimizer over the parameters of one trainer's model that live on this worker."""
@@ -94,9 +96,9 @@ class LocalOptimizer:
 
     def step(
         self, context_id: int | None, scale: float, shrink: float | None, changes: dict[int, Options] | None = None
-    ) -> None:
+    ) -> str | None:
         """Apply what was accumulated and the context's gradients, times `scale`, then times `shrink` to clip. First
-        take over what has changed in the options of the groups."""
+        take over what has changed in the options of the groups. Says so if there was no gradient."""
         gradients = {} if context_id is None else context_gradients(context_id)
         params, claim = self._claim()
         try:
@@ -120,6 +122,7 @@ class LocalOptimizer:
             self.accumulated.clear()
         finally:
             release(claim)
+        return None if total else NO_GRADIENT
 
     def state(self) -> tuple[dict[int, Any], dict[int, Options]]:
         """Each parameter's state, by the trainer's number for it, and each group's options, all in host memory."""
