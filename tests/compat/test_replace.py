@@ -143,5 +143,7 @@ with tempfile.TemporaryDirectory() as folder:
     rpc.init_rpc("a", rpc.BackendType.TENSORPIPE, rank=0, world_size=1, rpc_backend_options=options)
     refused(rpc.rpc_sync, "args must be a tuple or a list, got 'abc'", "a", len, args="abc")
     refused(RemoteModule("a", torch.nn.Linear, args=(1, 2)).requires_grad_, "not supported for RemoteModule", False)
+    model = torch.nn.Sequential(RemoteModule("a", torch.nn.Linear, args=(1, 2)))
+    refused(lambda: list(model.parameters()), "Method ``named_modules`` not supported for RemoteModule")
     rpc.shutdown()
 """)
