@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from telegrad import autograd, rpc
 from telegrad.autograd.registry import registry_of
+from telegrad.errors import TooManyCalls
 from telegrad.rpc.current import require_agent
 from telegrad.rpc.trust.exports import definition_of
 from telegrad.rpc.trust.guard import ReferenceHolder
@@ -165,3 +167,28 @@ def test_a_pass_over_three_parties(tmp_path: Path) -> None:
         rpc.shutdown(timeout=PATIENCE)
     finally:
         end(others, patience=30)
+
+
+def busy_shop(meeting: str) -> None:
+    """A party that answers few calls a second, and that others meet at as they leave."""
+    rpc.export(forward)
+    join("shop", 0, 2, meeting, {**OPTIONS, "limits": rpc.Limits(calls_per_second=20)})
+    rpc.shutdown()
+
+
+def ask_often() -> None:
+    for _ in range(10_000):
+        rpc.rpc_sync("shop", "forward", (torch.ones(1, 3),))
+
+
+def test_who_has_asked_too_often_leaves_with_the_others(tmp_path: Path) -> None:
+    """What Telegrad itself has to say is said again."""
+    meeting = f"file://{tmp_path}/meeting"
+    shop = process(busy_shop, meeting)
+    try:
+        join("guest", 1, 2, meeting, OPTIONS)
+        with pytest.raises(TooManyCalls):
+            ask_often()
+        rpc.shutdown(timeout=90)
+    finally:
+        end([shop], patience=30)

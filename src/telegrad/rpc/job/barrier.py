@@ -6,18 +6,20 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from telegrad.errors import ProtocolError, TelegradError, WorkerDied
+from telegrad.errors import ProtocolError, TelegradError, TooManyCalls, WorkerDied
 from telegrad.ids import WorkerId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.job.arrivals import Arrival, Arrivals, is_as_far
 from telegrad.rpc.layer import Layer, Served
 from telegrad.rpc.request import Request
+from telegrad.rpc.threads.interrupts import pause
 from telegrad.rpc.threads.wakeup import Wakeup
 from telegrad.rpc.threads.yield_turn import blocking
 from telegrad.rpc.workers import Member
 from telegrad.wire.messages import AnyMessage, Barrier, BarrierReply
 
 _ASK_SECONDS = 1.0
+_AGAIN_SECONDS = 0.5  # before a coordinator is asked again that takes no more calls at the moment
 # Between looks, while waiting, whether another worker should coordinate by now: at first, and at most.
 _NEWS_SECONDS, _MOST_NEWS_SECONDS = 0.5, 8.0
 
@@ -128,6 +130,11 @@ def _wait_at(agent: Agent, key: str, activity: int, deadline: float) -> int:
         except WorkerDied:
             agent.lost(coordinator, f"worker {coordinator.name!r} ended while others waited at a barrier")
             continue  # the next worker coordinates
+        except TooManyCalls:  # of this worker's calls just before
+            if time.monotonic() + _AGAIN_SECONDS >= deadline:
+                raise
+            pause(_AGAIN_SECONDS)
+            continue
         if reply is not None:
             assert type(reply) is BarrierReply
             return reply.activity
@@ -171,11 +178,11 @@ def _arrive(agent: Agent, coordinator: Member, message: Barrier, deadline: float
         what=lambda: f"reaching the barrier {message.key!r}",
         complete=lambda _: wakeup.set(),
     )
-    pause = _NEWS_SECONDS
+    seconds = _NEWS_SECONDS
     while not slot.done:
         with blocking():
-            wakeup.wait(pause)
-        pause = min(2 * pause, _MOST_NEWS_SECONDS)  # all who wait look, in one store
+            wakeup.wait(seconds)
+        seconds = min(2 * seconds, _MOST_NEWS_SECONDS)  # all who wait look, in one store
         if not slot.done:
             _look_for_coordinator(agent)
             if (
