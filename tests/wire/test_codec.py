@@ -405,6 +405,19 @@ def test_names_can_be_resolved_by_the_caller() -> None:
 # What goes wrong.
 
 
+LOCK = threading.Lock()
+
+
+def _of_main() -> Any:
+    """A function of a script, which uses a lock of it."""
+    names = {"__name__": "__main__", "LOCK": LOCK}
+    exec("def holding(): return LOCK", names)
+    return names["holding"]
+
+
+holding = _of_main()
+
+
 def test_the_guilty_argument_is_named() -> None:
     lock = threading.Lock()
     with pytest.raises(
@@ -412,6 +425,12 @@ def test_the_guilty_argument_is_named() -> None:
     ) as e:
         pack(((1, lambda: lock), {}))
     assert isinstance(e.value.__cause__, TypeError)
+    with pytest.raises(SerializationError, match=r"argument 0: _thread.lock") as e:
+        pack((len, (lock,), {}))  # of a call whose function goes along
+    with pytest.raises(
+        SerializationError, match=r"holding\(\), in its global 'LOCK': _thread.lock.*put the function into a"
+    ):
+        pack((holding, (), {}), main_by_value=True)
     with pytest.raises(SerializationError, match=r"argument 'batch', in its attribute 'history', in its item 0"):
         pack(((), {"batch": Batch("b", {}, [lock])}))
     with pytest.raises(SerializationError, match=r"generator cannot be sent.*list of what it yields"):

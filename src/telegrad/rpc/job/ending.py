@@ -68,9 +68,12 @@ def ending_by(error: BaseException | None, tells_text: bool = True) -> str:
     if not status:
         return WITHOUT_SHUTDOWN
     before = None if error.__suppress_context__ else error.__context__
-    after = "" if before is None else f" after {_named(before, tells_text)}"
-    return f"exited with status {status}{after} without calling rpc.shutdown()"
+    after = "" if before is None else f", after {_named(before, tells_text)}"
+    return f"exited with status {status} without calling rpc.shutdown(){after}"
 
 
 def _named(error: BaseException, tells_text: bool) -> str:
-    return in_one_line(error)[:_LONGEST] if tells_text else type(error).__qualname__
+    if not tells_text:
+        return type(error).__qualname__
+    text = in_one_line(error)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -24,17 +24,18 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (io.IOBase, "send its name, or what it contains, and open it on the worker"),
 )
 BLAMED = "a value"  # how a text begins, unless it is about an argument
+_GLOBAL = "global "
 _DEFAULT_ADVICE = "create it on the worker that needs it, or give its class a __reduce__ that leaves it out"
 
 
 def blame(value: Any, attempt: Callable[[Any], object]) -> str:
     """Name the innermost part of `value` on which `attempt` fails, the way to it, and what to do."""
-    path = [BLAMED]
+    path = [f"{value.__qualname__}()" if isinstance(value, types.FunctionType) else BLAMED]
     refused = value
     why = _failure(value, attempt)
-    is_call = isinstance(value, tuple) and list(map(type, value)) == [tuple, dict]
+    is_call = isinstance(value, tuple) and list(map(type, value[-2:])) == [tuple, dict]
     for depth in range(_MAX_DEPTH):
-        parts = _arguments(value) if is_call and depth == 0 else _parts(refused)
+        parts = _call_parts(*value) if is_call and depth == 0 else _parts(refused)
         failing = ((name, part, _failure(part, attempt)) for name, part in parts)
         found = next((entry for entry in failing if entry[2] is not None), None)
         if found is None:
@@ -43,6 +44,8 @@ def blame(value: Any, attempt: Callable[[Any], object]) -> str:
         path = [name] if is_call and depth == 0 else [*path, name]
     cls = type(refused)
     advice = next((text for types_, text in _ADVICE if isinstance(refused, types_)), _DEFAULT_ADVICE)
+    if any(step.startswith(_GLOBAL) for step in path):
+        advice += "; or put the function into a module that both workers import"
     way = ", in its ".join(path)
     return f"{way}: {cls.__module__}.{cls.__qualname__} cannot be sent ({why}); {advice}"
 
@@ -56,10 +59,14 @@ def _failure(part: Any, attempt: Callable[[Any], object]) -> str | None:
     return None
 
 
-def _arguments(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for index, argument in enumerate(call[0]):
+def _call_parts(*call: Any) -> Iterator[tuple[str, Any]]:
+    """Of a call: its function, if that goes along, and its arguments."""
+    *function, args, kwargs = call
+    for each in function:
+        yield f"{getattr(each, '__qualname__', 'the function')}()", each
+    for index, argument in enumerate(args):
         yield f"argument {index}", argument
-    for name, argument in call[1].items():
+    for name, argument in kwargs.items():
         yield f"argument {name!r}", argument
 
 
@@ -87,5 +94,5 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield f"variable {name!r}", cell.cell_contents
     for name in function.__code__.co_names:
         if name in function.__globals__:
-            yield f"global {name!r}", function.__globals__[name]
+            yield f"{_GLOBAL}{name!r}", function.__globals__[name]
     yield "defaults", function.__defaults__
