@@ -30,6 +30,7 @@ from telegrad.rpc.workers import WorkerInfo, check_name
 
 _LOOK_SECONDS = 0.001
 _DELIVERY_SECONDS = 5.0
+_MOST_LISTED = 10
 
 _lock = threading.Lock()
 # What is open around this worker, and is ended before it when the program ends; called with whether that ended well.
@@ -192,9 +193,11 @@ def _wait_for_all_together(agent: Agent, deadline: float, timeout: float, leavin
             total = barrier(agent, f"shutdown/{generation}", activity, deadline)
         except TimeoutError as error:
             missing = ask_who_is_missing(agent, f"shutdown/{generation}")
+            begun = agent.under_way()  # since this worker had nothing to do: others may wait for it
+            here = f". Under way here: {_listed(begun)}" if begun else ""
             raise ShutdownError(
                 f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s: not every worker has called it, "
-                f"or is done with its work. Missing: {missing}"
+                f"or is done with its work. Missing: {missing}{here}"
             ) from error
         if generation == 0:
             if prepare:
@@ -222,9 +225,13 @@ def _drain(agent: Agent, deadline: float, timeout: float) -> None:
         if time.monotonic() >= deadline:
             raise ShutdownError(
                 f"shutdown of worker {agent.info.name!r} gave up after {timeout:g} s; still under way: "
-                f"{', '.join(waiting[:10])}"
+                f"{_listed(waiting)}"
             )
         pause(_LOOK_SECONDS)
+
+
+def _listed(waiting: list[str]) -> str:
+    return ", ".join(waiting[:_MOST_LISTED])
 
 
 def _deliver(agent: Agent, deadline: float) -> None:
