@@ -235,6 +235,14 @@ def test_owner_of_a_module_that_fails_is_named() -> None:
         RemoteModule("ps1", layer, (0, 2, 2))(torch.ones(5))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_device_that_its_owner_has_not_is_named() -> None:
+    module = RemoteModule("ps1/cuda:0", nn.Linear, (2, 2))
+    with pytest.raises(AssertionError, match="not compiled with CUDA") as caught:
+        module(torch.ones(1, 2))
+    assert "in bringing Linear to 'cuda:0' on worker 'ps1'" in "\n".join(caught.value.__notes__)
+
+
 def test_it_needs_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_module, "current_agent", lambda: None)
     with pytest.raises(NotInitialized, match="RemoteModule only works in RPC"):

@@ -405,6 +405,12 @@ def test_names_can_be_resolved_by_the_caller() -> None:
 # What goes wrong.
 
 
+class Target:
+    """Stands for that of which a method is called."""
+
+    method_follows = True
+
+
 LOCK = threading.Lock()
 
 

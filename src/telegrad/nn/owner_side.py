@@ -23,16 +23,21 @@ def create_module(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
             f"but it returns an instance of {type(module)}."
         )
-    return module.to(device)
+    try:
+        return module.to(device)
+    except Exception as error:
+        error.add_note(f"in bringing {type(module).__name__} to {device!r} on worker {rpc.get_worker_info().name!r}")
+        raise
 
 
 def run_forward(module: Any, device: str, keep_device: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the module. Tensors are brought to its accelerator, if any, and results, unless mapped, to the host."""
     here = torch.device(device)
+    forward = module.local_value()  # first: if it could not be made, that is the error
     if here.type == "cpu":
-        return module.local_value()(*args, **kwargs)
+        return forward(*args, **kwargs)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(here), (args, kwargs))
-    result = module.local_value()(*args, **kwargs)
+    result = forward(*args, **kwargs)
     return result if keep_device else pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
 
 

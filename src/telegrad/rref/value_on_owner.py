@@ -16,6 +16,8 @@ from telegrad.rref.rref_context import RRefContext
 class ValueOnOwner:
     """Arrives on the owner as the `Outcome` of the value."""
 
+    method_follows = True  # where it is an argument, for `wire/pickling/blame.py`
+
     def __init__(self, rref_id: RRefId) -> None:
         self._rref_id = rref_id
 

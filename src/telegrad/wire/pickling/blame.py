@@ -23,6 +23,7 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (types.ModuleType, "import it on the worker instead"),
     (io.IOBase, "send its name, or what it contains, and open it on the worker"),
 )
+METHOD_FOLLOWS = "method_follows"  # what a class has whose objects stand for that of which a method is called
 BLAMED = "a value"  # how a text begins, unless it is about an argument
 _GLOBAL = "global "
 _DEFAULT_ADVICE = "create it on the worker that needs it, or give its class a __reduce__ that leaves it out"
@@ -62,6 +63,8 @@ def _failure(part: Any, attempt: Callable[[Any], object]) -> str | None:
 def _call_parts(*call: Any) -> Iterator[tuple[str, Any]]:
     """Of a call: its function, if that goes along, and its arguments."""
     *function, args, kwargs = call
+    if args and getattr(type(args[0]), METHOD_FOLLOWS, False):  # of a method: its name, and its own arguments
+        _, _, args, kwargs = args
     for each in function:
         yield f"{getattr(each, '__qualname__', 'the function')}()", each
     for index, argument in enumerate(args):
