@@ -1,13 +1,20 @@
 """Lost connections: one thread dials a worker again, however many there were, and a few dial all workers."""
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from telegrad.errors import WorkerDied
+from telegrad.ids import Incarnation, WorkerId
+from telegrad.rpc.client.link import Link
+from telegrad.rpc.client.outcomes import Unanswered
 from telegrad.rpc.peers.heartbeat import Heartbeat
 from telegrad.rpc.peers.liveness import Liveness
+from telegrad.rpc.workers import Member
+from tests.rpc.quiet import Events, quiet_runtime
 
 
 class FakeLink:
@@ -130,3 +137,47 @@ def test_an_error_leaves_nobody_behind_it_waiting(heartbeat: Heartbeat, tasks: l
     assert len(tasks) == 1
     tasks.pop()()
     assert all(link.connected for link in links[1:])
+
+
+class Asking(Events):
+    """A worker does not answer, and what ended it is told when the test lets it be."""
+
+    def __init__(self) -> None:
+        self.asks, self.may_tell = threading.Event(), threading.Event()
+
+    def dial(self, link: Link, deadline: float) -> Unanswered:
+        return Unanswered("Connection refused", gone=True)
+
+    def unanswered(self, member: Member, why: str) -> None:
+        self.asks.set()
+        assert self.may_tell.wait(60)
+        link_of[0].fail(WorkerDied("it ended by ValueError", worker="other", incarnation=2))
+
+
+link_of: list[Link] = []
+
+
+def test_whoever_hears_of_a_death_hears_what_ended_the_worker() -> None:
+    """And finds that known everywhere: one thread asks, the others do not run ahead of it."""
+    events = Asking()
+    link = Link(quiet_runtime()[0], events, Member("other", WorkerId(1), Incarnation(2), (), 0), 1)
+    link_of[:] = [link]
+    heard: list[str] = []
+
+    def use() -> None:
+        with pytest.raises(WorkerDied) as caught:
+            link.connection()
+        heard.append(str(caught.value))
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    threads[0].start()
+    assert events.asks.wait(60)
+    assert link.dead is not None  # nobody dials again
+    for thread in threads[1:]:
+        thread.start()
+    threads[1].join(0.1)
+    assert not heard
+    events.may_tell.set()
+    for thread in threads:
+        thread.join(60)
+    assert heard == ["it ended by ValueError"] * 3

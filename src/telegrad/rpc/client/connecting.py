@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import deque
+from threading import get_ident
 from typing import Any
 
 from telegrad.cuda import order
@@ -24,6 +25,7 @@ from telegrad.transport.handshake import TICKET_BYTES
 from telegrad.wire.frames import NOTICE, REQUEST
 from telegrad.wire.messages import AnyMessage, Ping
 
+_TELLING_SECONDS = 2.0  # to read in the rendezvous store what ended a worker, and to tell of it
 KEPT_NOTICES = 256  # the latest, to be sent again over a new connection; a session remembers more than that
 
 
@@ -47,6 +49,7 @@ class Connecting:
         self.settled.set()
         self._notices: deque[tuple[int, AnyMessage]] = deque(maxlen=KEPT_NOTICES)
         self._dial_lock = threading.Lock()
+        self._finder = 0  # the thread that found that nobody answers any more
 
     @property
     def connected(self) -> bool:
@@ -63,30 +66,49 @@ class Connecting:
         connection = self.current
         if connection is not None:
             return connection
-        if self.dead is not None:
-            raise self.dead.again()
+        dialled = self._current_or_dialled(deadline) if self.dead is None else None
+        if dialled is None:
+            raise self._death_as_told(deadline)
+        if not isinstance(dialled, Unanswered):
+            return dialled
+        if dialled.gone:
+            try:
+                self._events.unanswered(self.member, f"worker {self.member.name!r} is gone: {dialled.why}")
+            finally:
+                self.settled.set()
+            raise self.dead.again() if self.dead is not None else does_not_answer(self.member, dialled)
+        raise does_not_answer(self.member, dialled)
+
+    def _current_or_dialled(self, deadline: float) -> Connection | Unanswered | None:
+        """The same, with what it was if nobody answered; None if another thread has found the worker dead."""
         with blocking():
             left = -1.0 if deadline == FOREVER else max(0.0, deadline - time.monotonic())
             if not self._dial_lock.acquire(timeout=left):
                 raise TimeoutError(f"worker {self.member.name!r} is still being dialled")
             try:
+                if self.dead is not None:
+                    return None
                 dialled = self.current if self.current is not None else self._dial(deadline)
                 if isinstance(dialled, Unanswered) and dialled.gone:
                     # At once: those who wait for the lock need not dial as well.
+                    self.settled.clear()
+                    self._finder = get_ident()
                     self.dead = does_not_answer(self.member, dialled)
+                return dialled
             finally:
                 self._dial_lock.release()
-        if not isinstance(dialled, Unanswered):
-            return dialled
-        if dialled.gone:
-            self._events.unanswered(self.member, f"worker {self.member.name!r} is gone: {dialled.why}")
-            raise self.dead.again() if self.dead is not None else does_not_answer(self.member, dialled)
-        raise does_not_answer(self.member, dialled)
+
+    def _death_as_told(self, deadline: float) -> WorkerDied:
+        """The error of a worker that is dead. Who has just found that out asks what ended it, and tells all of this
+        agent; so whoever is told here finds it known everywhere else."""
+        if self._finder != get_ident() and not self.settled.is_set():
+            with blocking():
+                self.settled.wait(max(0.0, min(deadline - time.monotonic(), _TELLING_SECONDS)))
+        assert self.dead is not None
+        return self.dead.again()
 
     def _dial(self, deadline: float) -> Connection | Unanswered:
         """Dial, and send what may not have arrived: the worker knows by the ids what it has already taken."""
-        if self.dead is not None:
-            raise self.dead.again()
         # Not for longer than a silent worker is waited for: the lock held here is needed to give it up.
         limit = time.monotonic() + self.runtime.patience
         while True:
