@@ -144,6 +144,7 @@ class Asking(Events):
 
     def __init__(self) -> None:
         self.asks, self.may_tell = threading.Event(), threading.Event()
+        self.link = Link(quiet_runtime()[0], self, Member("other", WorkerId(1), Incarnation(2), (), 0), 1)
 
     def dial(self, link: Link, deadline: float) -> Unanswered:
         return Unanswered("Connection refused", gone=True)
@@ -151,17 +152,13 @@ class Asking(Events):
     def unanswered(self, member: Member, why: str) -> None:
         self.asks.set()
         assert self.may_tell.wait(60)
-        link_of[0].fail(WorkerDied("it ended by ValueError", worker="other", incarnation=2))
-
-
-link_of: list[Link] = []
+        self.link.fail(WorkerDied("it ended by ValueError", worker="other", incarnation=2))
 
 
 def test_whoever_hears_of_a_death_hears_what_ended_the_worker() -> None:
     """And finds that known everywhere: one thread asks, the others do not run ahead of it."""
     events = Asking()
-    link = Link(quiet_runtime()[0], events, Member("other", WorkerId(1), Incarnation(2), (), 0), 1)
-    link_of[:] = [link]
+    link = events.link
     heard: list[str] = []
 
     def use() -> None:
