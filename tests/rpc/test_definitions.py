@@ -14,12 +14,9 @@ from telegrad.rpc.server.function_table import FunctionTable
 from telegrad.rpc.server.session import Session
 from telegrad.rpc.workers import Member
 from telegrad.wire.codec import pack
+from telegrad.wire.definitions import ANEW, NEWS, OF_A_SCRIPT, OF_A_SCRIPT_IN_PART
 from telegrad.wire.frames import Frame, FrameKind
 from telegrad.wire.messages import (
-    ANEW,
-    NEWS,
-    OF_A_SCRIPT,
-    OF_A_SCRIPT_IN_PART,
     AnyMessage,
     AutogradMetadata,
     PythonCall,

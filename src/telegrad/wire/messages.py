@@ -406,8 +406,3 @@ AnyMessage = (
 
 WITH_A_CALL = frozenset({RpcWithAutograd, RpcWithTrace, RpcWithProfiling})  # those that wrap another
 DEFINING = frozenset({PythonCall, PythonRemoteCall})  # those that may define the function they call
-# How a definition begins that takes globals of the caller's script along, and what comes in place of a definition where
-# such globals are to change before the call. Others begin as payloads do, or with `NAMED` (`rpc/trust/exports.py`).
-OF_A_SCRIPT, NEWS = b"\x09", b"\x0a"
-# A definition that leaves out what came before, and one that comes once more, under the same number, with all of it.
-OF_A_SCRIPT_IN_PART, ANEW = b"\x0b", b"\x0c"

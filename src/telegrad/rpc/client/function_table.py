@@ -18,7 +18,8 @@ import torch
 from telegrad.errors import RRefError, SerializationError
 from telegrad.rpc.trust.exports import definition_of
 from telegrad.wire.codec import pack, pack_of_script
-from telegrad.wire.messages import ANEW, NEWS, OF_A_SCRIPT, OF_A_SCRIPT_IN_PART, WITH_A_CALL, PythonCall
+from telegrad.wire.definitions import ANEW, NEWS, OF_A_SCRIPT, OF_A_SCRIPT_IN_PART
+from telegrad.wire.messages import WITH_A_CALL, PythonCall
 from telegrad.wire.pickling.watch import Key, Renewal, Taken, Watch
 
 BY_NAME = (FunctionType, BuiltinFunctionType, type, str)  # what may have a number

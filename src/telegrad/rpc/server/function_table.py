@@ -10,9 +10,9 @@ import itertools
 from typing import Any
 
 from telegrad.errors import ProtocolError, SerializationError
-from telegrad.rpc.trust.exports import MOST_NAME_BYTES, NAMED, find_export
+from telegrad.rpc.trust.exports import MOST_NAME_BYTES, find_export
 from telegrad.wire.codec import unpack
-from telegrad.wire.messages import ANEW, NEWS, OF_A_SCRIPT, OF_A_SCRIPT_IN_PART
+from telegrad.wire.definitions import ANEW, NAMED, NEWS, OF_A_SCRIPT, OF_A_SCRIPT_IN_PART
 
 MOST_FUNCTIONS = 8192  # of one caller; ours ends at half as many
 MOST_BYTES = 128 * 2**20

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar, overload
 
 from telegrad.errors import CallRefused, SerializationError
+from telegrad.wire.definitions import NAMED
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-NAMED = b"\x08"  # how the definition of a function begins that is called by the name it was exported under
 _MAX_NAME = 200
 MOST_NAME_BYTES = 1 + 4 * _MAX_NAME  # of a definition that is a name
 
